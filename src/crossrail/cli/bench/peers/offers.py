@@ -74,7 +74,7 @@ def _nixl_ucx(name: str, over: str, *, prepared: bool = True) -> Offer:
     shm = over == "shm"
     return _nixl(
         name=name,
-        title=f"NIXL, UCX {over}{'' if prepared else ', transfers made each time'}",
+        title=f"NIXL, UCX {over}{'' if prepared else ', transfers remade'}",
         notes=f"{'prepared transfers posted again' if prepared else 'a transfer made for each write'}; {_POLLED}"
         + ("; error handling off, which UCX's shared memory needs" if shm else ""),
         # UCX has no shared memory for endpoints with its peer error handling, NIXL's default.
