@@ -320,6 +320,7 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<bool> cancel_scan_{false};
   std::atomic<bool> look_wanted_{false};      // wake() was called, and no round has begun since
   std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
+  std::atomic<uint64_t> errands_{0};          // of run_as_holder(), which may set timers; progress holder writes
   std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
   std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake
   std::atomic<uint64_t> started_here_{0};     // users' transfers that never went through the queue; holder writes

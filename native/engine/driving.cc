@@ -131,6 +131,7 @@ void EngineCore::worker_main() {
     bool knows_timer = false;
     Deadline timer = kNoDeadline;
     uint64_t moves_at_timer = 0;
+    uint64_t errands_at_timer = 0;
     if (!wanted && try_enter() && drive_until_idle(patience.spin_ns())) {
       transports_.arm();
       const bool work = has_work();
@@ -138,6 +139,7 @@ void EngineCore::worker_main() {
       timer = next_due();
       knows_timer = true;
       moves_at_timer = moves_.load(std::memory_order_relaxed);
+      errands_at_timer = errands_.load(std::memory_order_relaxed);
       progress_lock_.unlock();
       if (work || !transports_.is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
     }
@@ -158,7 +160,8 @@ void EngineCore::worker_main() {
     wakes_at_.store(until, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave()
     // A guest that came and went since we read the timer may have set an earlier one without seeing wakes_at_.
-    const bool is_stale = knows_timer && moves_.load(std::memory_order_relaxed) != moves_at_timer;
+    const bool is_stale = knows_timer && (moves_.load(std::memory_order_relaxed) != moves_at_timer ||
+                                          errands_.load(std::memory_order_relaxed) != errands_at_timer);
     if (!is_stale) {
       const int64_t slept_at = now_ns();
       transports_.sleeping_place().sleep_behind(until);
@@ -250,6 +253,7 @@ bool EngineCore::run_as_holder(const std::function<void()>& work, Deadline until
   }
   guests_.fetch_sub(1, std::memory_order_relaxed);
   if (!enters) return false;
+  bump(errands_);
   try {
     work();
   } catch (const std::bad_alloc&) {
