@@ -50,7 +50,8 @@ void EngineCore::leave() {
   if (!worker_.joinable()) return;
   // A worker that is just falling asleep may miss both: it then looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
-  // seq_cst, after that of arm(): either we see until when the worker sleeps, or it sees what we moved.
+  // seq_cst, after the fence in arm(): either we see until when the worker sleeps, or it sees what we moved, or our
+  // errand (is_stale in worker_main).
   const bool oversleeps = timer < wakes_at_.load(std::memory_order_seq_cst);
   if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
