@@ -69,8 +69,8 @@ def test_second_half_of_the_buffer_is_aligned(monkeypatch: pytest.MonkeyPatch) -
     """Files that are pinned where they are have tensors of any length."""
     monkeypatch.setattr(checkpoint_engine.ps, "reduce_tensor", lambda tensor: None)
     device = SimpleNamespace(device_type="cpu", device_module=SimpleNamespace(synchronize=lambda: None))
-    store = SimpleNamespace(engine=SimpleNamespace(register=lambda tensor, access: None))
+    store: Any = SimpleNamespace(engine=SimpleNamespace(register=lambda tensor, access: None))
 
-    delivery = Delivery(store, device, {}, [Bucket(0, SimpleNamespace(size=nbytes)) for nbytes in (6, 258)])  # type: ignore[arg-type]
+    delivery = Delivery(store, device, {}, [Bucket(0, SimpleNamespace(size=nbytes)) for nbytes in (6, 258)])
 
     assert delivery._half_bytes == 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -26,11 +27,9 @@ def moved(trainer: WeightTrainer) -> Iterator[None]:
     def refuse() -> None:
         raise xr.UsageError(MOVED)
 
-    trainer.memory.check_in_place, before = refuse, trainer.memory.check_in_place  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.memory, "check_in_place", refuse)
         yield
-    finally:
-        trainer.memory.check_in_place = before  # type: ignore[method-assign]
 
 
 def refuse(trainer: WeightTrainer, version: int = 1) -> None:
@@ -45,7 +44,7 @@ async def offer_of(fleet: Fleet, rank: int) -> asyncio.Future[None]:
     return offer
 
 
-async def ends_soon(*offers: asyncio.Future[None], why: str = WHY) -> None:
+async def ends_soon(*offers: asyncio.Future[Any], why: str = WHY) -> None:
     for offer in offers:
         with pytest.raises(UpdateFailed, match=why):
             await asyncio.wait_for(offer, PATIENCE_S / 2)
@@ -61,7 +60,7 @@ async def test_publish_that_is_refused_fails_the_update_that_waits_for_it(make_f
 
     await asyncio.to_thread(refuse, fleet.trainers[1])  # the call may be made on any thread
 
-    await ends_soon(update, offer)  # type: ignore[arg-type]
+    await ends_soon(update, offer)
     await fleet.update(1)
     await fleet.assert_holds(1)
 
@@ -78,7 +77,7 @@ async def test_publish_that_was_refused_before_fails_the_update_before_ranks_are
 
     update = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
 
-    await ends_soon(update, offer)  # type: ignore[arg-type]
+    await ends_soon(update, offer)
     await fleet.assert_holds(0)
     await fleet.update(1)
     await fleet.assert_holds(1)
@@ -96,7 +95,7 @@ async def test_publish_that_is_refused_while_ranks_get_ready_leaves_their_weight
 
         refuse(fleet.trainers[1])
 
-        await ends_soon(update, offer)  # type: ignore[arg-type]
+        await ends_soon(update, offer)
     await fleet.assert_holds(0)
 
 
