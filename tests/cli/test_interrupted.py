@@ -67,6 +67,7 @@ def test_command_that_imports_as_it_runs_is_interrupted_like_any(tmp_path: Path)
 NODE = ["prefiller", "--router", "http://127.0.0.1:1"]
 
 
+@pytest.mark.no_coverage  # it takes SIGTERM for itself, from the start of each process
 @pytest.mark.parametrize(
     ("module", "words"), [("crossrail.cli.main", NODE), ("numpy", NODE), ("numpy", ["decoder"]), ("numpy", ["router"])]
 )
