@@ -281,7 +281,7 @@ async def test_check_of_a_model_that_raises_is_told_and_logged_once(
     await quiet(cluster)
 
 
-@pytest.mark.parametrize("raised", [asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, GeneratorExit, SystemExit])
 async def test_what_check_raises_that_is_no_exception_refuses_that_request_alone(
     cluster: Cluster, raised: type[BaseException]
 ) -> None:
@@ -309,8 +309,9 @@ class Panic(BaseException):
         (asyncio.CancelledError, "the model raised CancelledError, and nobody had cancelled it"),
         (Panic, "RuntimeError: Panic: index out of bounds"),
         (GeneratorExit, "RuntimeError: GeneratorExit: "),  # Python drops its words on the way from a thread
+        (SystemExit, "RuntimeError: SystemExit: index out of bounds"),
     ],
-    ids=["cancelled", "panic", "generator exit"],
+    ids=["cancelled", "panic", "generator exit", "sys.exit"],
 )
 @pytest.mark.parametrize("in_thread", [False, True], ids=["itself", "in a thread"])
 @pytest.mark.parametrize(("node", "call"), [("p0", "prefill"), ("d0", "step")])

@@ -10,11 +10,13 @@ from typing import Any
 
 @contextmanager
 def exceptions_only(*, awaits: bool = False) -> Iterator[None]:
-    """Around such a call: RuntimeError for what it raises and is no Exception, unless it ends the process.
+    """Around such a call: RuntimeError for what it raises that is no Exception; only KeyboardInterrupt passes.
 
     A panic of an extension in Rust, as tokenizers is one, derives from BaseException alone. It would pass by everything
     that handles a failed request, and end the task that all other requests depend on. So would a GeneratorExit of the
-    callee's own, such as of a generator that it mishandles.
+    callee's own, such as of a generator that it mishandles. SystemExit, of sys.exit(), would end the event loop: one
+    prompt could end node after node. A program that embeds a node must therefore not raise SystemExit in a handler of
+    signals, which may run in the middle of such a call: use loop.add_signal_handler().
 
     awaits: the call is awaited. Then a CancelledError passes, which may be meant for the task that waits, and so does
     the GeneratorExit that closes its coroutine. Threads: any.
@@ -22,7 +24,7 @@ def exceptions_only(*, awaits: bool = False) -> Iterator[None]:
     task = _task()
     try:
         yield
-    except (Exception, KeyboardInterrupt, SystemExit):
+    except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
         is_cancelled = awaits and isinstance(error, asyncio.CancelledError)

@@ -58,7 +58,9 @@ async def test_error_goes_to_all_of_its_batch_and_to_no_other() -> None:
     assert await steps.step(4) == 8
 
 
-@pytest.mark.parametrize("raised", [asyncio.CancelledError, type("Panic", (BaseException,), {}), GeneratorExit])
+@pytest.mark.parametrize(
+    "raised", [asyncio.CancelledError, type("Panic", (BaseException,), {}), GeneratorExit, SystemExit]
+)
 async def test_what_is_no_exception_goes_to_its_batch_and_others_do_not_wait_for_ever(
     raised: type[BaseException],
 ) -> None:

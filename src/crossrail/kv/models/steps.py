@@ -77,7 +77,7 @@ class Steps(Generic[Work, Result]):
         except BaseException as error:  # also a future of run's that was cancelled: others wait for steps
             for step in batch:
                 step.error = error
-            if isinstance(error, GeneratorExit | KeyboardInterrupt | SystemExit):
+            if isinstance(error, GeneratorExit | KeyboardInterrupt):
                 raise
         finally:
             for step in batch:
