@@ -89,7 +89,7 @@ async def test_what_makes_no_sense_is_refused_in_words(
     async with client.post(url + "/v1/completions", json=body(**wrong)) as response:
         answer = await response.json()
     assert words in answer["error"]["message"]
-    assert response.status == 400
+    assert (response.status, answer["error"]["param"]) == (400, next(iter(wrong)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_what_makes_no_sense_is_refused_in_words(
         ('{"prompt": "x", "n": 2}', "n"),
         ('{"prompt": ["x", "y"]}', "prompt"),
         ('{"prompt": "x", "stream_options": {}}', "stream_options"),
-        ('{"prompt": ""}', None),
+        ('{"prompt": ""}', "prompt"),
         ('{"prompt": ', None),
         ("[]", None),
         ("", None),

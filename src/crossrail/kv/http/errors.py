@@ -24,7 +24,7 @@ _FIELD = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
 
 class FieldError(UsageError):
-    """A field of the body is wrong or not supported; param: which one, if known. HTTP 400."""
+    """The body, or a header, is wrong or not supported; param: the body's field to blame, if it is one. HTTP 400."""
 
     def __init__(self, words: str, param: str | None) -> None:
         super().__init__(words)

@@ -57,13 +57,14 @@ with needs(__name__, "'crossrail[kv]'"):
 
 _REQUEST_NAME = web.RequestKey("crossrail.request", str)
 _TEXT_SHORT = 1 << 14  # characters; encoding so many takes some milliseconds at most and is not worth a thread
-_STATUS: dict[type[Exception], int] = {
-    DuplicateRequest: 409,
-    UsageError: 400,
-    UnknownModel: 404,
-    Overloaded: 429,
-    Unavailable: 503,
-    RequestFailed: 502,
+# The status of each error, and the field to blame: what routers, decoders and tokenizers refuse is the prompt.
+_STATUS: dict[type[Exception], tuple[int, str | None]] = {
+    DuplicateRequest: (409, None),
+    UsageError: (400, "prompt"),
+    UnknownModel: (404, "model"),
+    Overloaded: (429, None),
+    Unavailable: (503, None),
+    CrossrailError: (502, None),
 }
 _END_STATUS: dict[str, int] = {"error": 502, "overloaded": 429, "unavailable": 503, "deadline": 504, "cancelled": 499}
 
@@ -450,12 +451,12 @@ class _Answer:
 
 
 def _given_name(http: web.Request) -> str:
-    """The request's name as given by the client or a proxy; may be empty. UsageError if it is not a valid name."""
+    """The request's name as given by the client or a proxy; may be empty. FieldError if it is not a valid name."""
     name = http.headers.get("X-Request-Id", "")
     if len(name) > m.NAME_CHARS_MAX:
-        raise UsageError(f"X-Request-Id has {len(name)} characters, at most {m.NAME_CHARS_MAX} are taken")
+        raise FieldError(f"X-Request-Id has {len(name)} characters, at most {m.NAME_CHARS_MAX} are taken", None)
     if not name.isprintable():
-        raise UsageError("X-Request-Id must be printable text in UTF-8")
+        raise FieldError("X-Request-Id must be printable text in UTF-8", None)
     return name
 
 
@@ -486,7 +487,7 @@ def _in_words(handler: HttpHandler) -> HttpHandler:
         try:
             return await handler(request)
         except CrossrailError as error:
-            status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 502)
-            return refusal(status, str(error), getattr(error, "param", None))
+            status, param = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
+            return refusal(status, str(error), error.param if isinstance(error, FieldError) else param)
 
     return answer
