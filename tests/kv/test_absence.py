@@ -1,5 +1,6 @@
 """What a router says when nobody can take a request: what has happened to those that could."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from crossrail.kv.services.decoder import Decoder
 from crossrail.kv.services.membership import Roster
 from tests.kv.conftest import start, until
 from tests.support.kv_cluster import ROUTER, Cluster, node_record, prompt_of
+from tests.support.limits import WAIT_S
 
 
 class Story:
@@ -145,3 +147,28 @@ async def test_router_logs_whom_it_has_lost_and_who_is_back(cluster: Cluster, ca
         (logging.INFO, "router router: node 'd0' has joined; decoders now: 1"),
         (logging.INFO, "router router: node 'd0' left; decoders now: 0"),
     ]
+
+
+async def test_node_that_leaves_before_it_hears_that_it_has_joined_is_not_missed(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a `kv demo` that is interrupted when its router names the last node."""
+    router, known, goes_on = cluster.router, asyncio.Event(), asyncio.Event()
+
+    async def join_answered_late(sender: bytes, join: m.Join) -> m.Message:
+        answer = await router._on_join(sender, join)
+        known.set()
+        await goes_on.wait()
+        return answer
+
+    router.mailbox.handle(m.Join, join_answered_late)
+    node = cluster.add(Decoder, "d0")
+    await asyncio.wait_for(known.wait(), WAIT_S)
+    leaving = asyncio.ensure_future(node.drain(0.0))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await leaving
+    await cluster.kill("d0")
+
+    await until(lambda: not router.roster.members("decoder"), "the decoder is gone")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("crossrail.kv")
 
 _NUMBER = re.compile(r"\d+")
+_GOODBYE_S = 1.0
 
 # Finds a router: returns its present address, or raises, whatever it likes, if it cannot be found: it is called again.
 FindRouter = Callable[[], Awaitable[bytes]]
@@ -66,6 +67,7 @@ class RouterLink:
         self.found: bytes | None = None
         self.joined = asyncio.Event()
         self._report_now = asyncio.Event()
+        self._is_joining = False
         self._left = False
         self._trouble = ""  # why there is no router, as last logged
 
@@ -79,7 +81,7 @@ class RouterLink:
             try:
                 address = self.found = await self._find()
                 self._node.mailbox.wire.try_anew(address)  # a node that was cut off for long has given the address up
-                await self._stay(address, await self._join(address))
+                await self._stay(address, await self._joined_at(address))
             except NodeRefused as refusal:
                 self._node.refuse(refusal)
                 return
@@ -114,11 +116,20 @@ class RouterLink:
             return
         self._left = True
         self.report_soon()
+        if self._is_joining:  # it may be a member already, which would be missed
+            await set_in_time(self.joined, _GOODBYE_S)
         if self.address is not None:
             try:
-                await self._node.mailbox.ask(self.address, m.Leave(self._node.name), m.Taken, 1.0)
+                await self._node.mailbox.ask(self.address, m.Leave(self._node.name), m.Taken, _GOODBYE_S)
             except (Unreachable, NoAnswer) as error:
                 log.info("node %s left without a word: %s", self._node.name, error)
+
+    async def _joined_at(self, address: bytes) -> m.Joined:
+        self._is_joining = True
+        try:
+            return await self._join(address)
+        finally:
+            self._is_joining = False
 
     async def _join(self, address: bytes) -> m.Joined:
         node, kinds = self._node, (m.Joined, m.JoinRefused)
