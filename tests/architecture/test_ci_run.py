@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import PROGRAM_S
+
 RUN = Path(__file__).resolve().parents[2] / ".ci" / "run"
 
 
@@ -17,7 +19,7 @@ def decided(status: str, folder: Path) -> tuple[str, str]:
     failed = folder / "failed"
     failed.write_text("")
     script = f'logs={folder} failed={failed}\nstep() {{ echo "ran $*"; }}\n{found[0]}'
-    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True).stdout
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=PROGRAM_S, check=True).stdout
     return said, failed.read_text()
 
 

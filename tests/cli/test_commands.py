@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.contract.setups import why_not
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.process import REPOSITORY, assert_clean, run_script
 from tests.support.seeds import Seed
 
 COMMAND = [sys.executable, "-m", "crossrail"]
-LONG_S = 50.0
 
 
-def crossrail(*arguments: object, timeout_s: float = LONG_S) -> subprocess.CompletedProcess[str]:
+def crossrail(*arguments: object, timeout_s: float = PROGRAM_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
         capture_output=True,
@@ -165,7 +164,7 @@ def serving(*arguments: object, cwd: Path) -> Iterator[tuple[str, "subprocess.Po
         yield target_of(server), server
     finally:
         server.kill()
-        server.communicate(timeout=WAIT_S)
+        server.communicate(timeout=PROGRAM_S)
 
 
 def target_of(server: "subprocess.Popen[str]") -> str:
@@ -173,7 +172,7 @@ def target_of(server: "subprocess.Popen[str]") -> str:
     for line in server.stdout:
         if match := re.search(r"crossrail push \S+ (\S+)", line):
             return match.group(1).strip("'\"`")
-    raise AssertionError(f"serve never said where to push to: {server.communicate(timeout=WAIT_S)}")
+    raise AssertionError(f"serve never said where to push to: {server.communicate(timeout=PROGRAM_S)}")
 
 
 def test_serve_makes_its_folder_and_says_why_it_cannot(payload: Path, tmp_path: Path) -> None:
@@ -190,7 +189,7 @@ def test_pushed_file_arrives_whole(payload: Path, tmp_path: Path) -> None:
     inbox.mkdir()
     with serving("--once", cwd=inbox) as (target, server):
         succeeded(crossrail("push", payload, target))
-        out, err = server.communicate(timeout=WAIT_S)
+        out, err = server.communicate(timeout=PROGRAM_S)
 
     assert server.returncode == 0, f"{out}\n{err}"
     files = [file for file in inbox.rglob("*") if file.is_file()]
@@ -203,7 +202,7 @@ def test_server_that_is_terminated_fails_only_when_a_push_was_wanted(
 ) -> None:
     with serving(*arguments, cwd=tmp_path) as (_, server):
         server.terminate()
-        out, err = server.communicate(timeout=WAIT_S)
+        out, err = server.communicate(timeout=PROGRAM_S)
 
     assert server.returncode == status, f"{out}\n{err}"
     assert "Traceback" not in err
@@ -226,7 +225,7 @@ def test_file_is_stored_and_so_told_whatever_becomes_of_the_output(output: str, 
         ) as server,
     ):
         try:
-            eventually((tmp_path / "run/crossrail/inbox.serve").exists, "it serves", LONG_S)
+            eventually((tmp_path / "run/crossrail/inbox.serve").exists, "it serves", PROGRAM_S)
             if output == "closed":
                 assert reader.read(1000)  # as `| head` does
                 reader.close()
@@ -240,7 +239,7 @@ def test_file_is_stored_and_so_told_whatever_becomes_of_the_output(output: str, 
                 assert "SHA-256 ok" in succeeded(crossrail("push", payload, f"inbox:{name}"))
             assert server.poll() is None
             server.terminate()
-            _, errors = server.communicate(timeout=WAIT_S)
+            _, errors = server.communicate(timeout=PROGRAM_S)
         finally:
             server.kill()
     assert server.returncode == 0 and "Traceback" not in errors
@@ -322,7 +321,7 @@ def push_while(what: str, payload: Path, target: str) -> subprocess.CompletedPro
     """`what`: Python's, done between the opening of the file, sys.argv[2], and the offer of it."""
     return subprocess.run(
         [sys.executable, "-c", MEANWHILE.replace("DO", what), "push", str(payload), target],
-        capture_output=True, text=True, timeout=LONG_S, cwd=REPOSITORY,
+        capture_output=True, text=True, timeout=PROGRAM_S, cwd=REPOSITORY,
     )  # fmt: skip
 
 
@@ -354,7 +353,7 @@ def test_file_that_only_says_to_be_empty_is_refused(tmp_path: Path) -> None:
 def test_serve_ends_with_ctrl_c(tmp_path: Path) -> None:
     with serving(cwd=tmp_path) as (_, server):
         server.send_signal(signal.SIGINT)
-        out, err = server.communicate(timeout=WAIT_S)
+        out, err = server.communicate(timeout=PROGRAM_S)
 
     assert server.returncode in (0, 130), f"{out}\n{err}"
     assert "Traceback" not in err and "leaked" not in err
@@ -373,11 +372,11 @@ def test_push_of_a_missing_file_is_refused_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_sanitizer
-@pytest.mark.timeout(5 * LONG_S)  # every measure there is, one after the other: half a minute on two idle cores
+@pytest.mark.timeout(5 * PROGRAM_S)  # every measure there is, one after the other: half a minute on two idle cores
 def test_quick_bench_writes_its_numbers(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
 
-    text = succeeded(crossrail("bench", "--quick", "--json", file, timeout_s=4 * LONG_S))
+    text = succeeded(crossrail("bench", "--quick", "--json", file, timeout_s=4 * PROGRAM_S))
 
     assert text.strip()
     numbers = json.loads(file.read_text())
@@ -386,12 +385,13 @@ def test_quick_bench_writes_its_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_sanitizer
+@pytest.mark.timeout(3 * PROGRAM_S)
 def test_quick_bench_of_moe_writes_its_numbers(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     ranks = ["--ranks", 3, "--ranks", 3]  # measured once; the last has fewer of the 256 experts
     options = ["--quick", "--runs", 1, "--shape", "decode", *ranks, "--no-mpi", "--json", file]
 
-    succeeded(crossrail("bench", "moe", *options, timeout_s=2 * LONG_S))
+    succeeded(crossrail("bench", "moe", *options, timeout_s=2 * PROGRAM_S))
 
     listed = json.loads(file.read_text())["results"]
     results = {result["name"]: result for result in listed}
@@ -405,13 +405,14 @@ def test_quick_bench_of_moe_writes_its_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_sanitizer
+@pytest.mark.timeout(3 * PROGRAM_S)
 def test_quick_bench_of_moe_kernels_compares_and_measures_them(tmp_path: Path) -> None:
     file, page, picture = (tmp_path / name for name in ("bench.json", "bench.html", "bench.svg"))
     options = ["--kernels", "--quick", "--runs", 2, "--shape", "decode", "--ranks", 2]
 
-    succeeded(crossrail("bench", "moe", *options, "--json", file, timeout_s=LONG_S))
+    succeeded(crossrail("bench", "moe", *options, "--json", file, timeout_s=PROGRAM_S))
     again = ["--compare", file, "--html", page, "--plot", picture]
-    text = succeeded(crossrail("bench", "moe", *options, *again, timeout_s=LONG_S))
+    text = succeeded(crossrail("bench", "moe", *options, *again, timeout_s=PROGRAM_S))
 
     assert "this run beside" in text
     assert "decode-2-kernel-pack" in page.read_text() and "<svg" in picture.read_text()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import assert_clean, run_script
 
 
@@ -20,7 +20,7 @@ def answered(instruction: str, words: str = "") -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=3 * WAIT_S,
+        timeout=PROGRAM_S,
         env=os.environ | asked,
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -67,5 +67,5 @@ def test_script_of_a_shell(shell: str) -> None:
     script = answered(f"{shell}_source")
     assert f"_CROSSRAIL_COMPLETE={shell}_complete" in script and "crossrail" in script
     if shutil.which(shell):
-        checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=WAIT_S)
+        checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=PROGRAM_S)
         assert checked.returncode == 0, checked.stderr

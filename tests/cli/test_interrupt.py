@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.leaves import groups_and_leaves
 from tests.cli.test_robustness import write_checkpoint
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, eventually
 
 # Of each command that does not end by itself at once: what makes it wait, or work for long. SILENT: who takes a
 # connection there says nothing.
@@ -92,10 +92,10 @@ def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: P
     ):
         assert process.stdout is not None
         try:
-            is_at_work, _, _ = select.select([process.stdout, silent], [], [], WAIT_S)
+            is_at_work, _, _ = select.select([process.stdout, silent], [], [], PROGRAM_S)
             assert is_at_work  # what it starts first is there, or importing
             os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=WAIT_S)
+            _, errors = process.communicate(timeout=PROGRAM_S)
         finally:
             process.kill()
     is_service = command[0] == "kv" and command[1] in SERVICES
@@ -144,6 +144,6 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROGRAM_S)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout in ("begun\ninterrupted\n", "interrupted\n")

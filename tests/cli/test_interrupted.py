@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-LONG_S = 60.0
+from tests.support.limits import PROGRAM_S
+
 # Of each process: one that is to import the module says so, and waits to be interrupted.
 HALT = """
 import importlib.abc, os, sys, time
@@ -41,7 +42,7 @@ def interrupted(
     )
     assert process.stdout is not None and process.stdout.readline() == "halted\n"
     process.send_signal(by)
-    _, errors = process.communicate(timeout=LONG_S)
+    _, errors = process.communicate(timeout=PROGRAM_S)
     return process.returncode, errors
 
 
@@ -139,5 +140,5 @@ if sys.argv[1:] == ["topo"]:
 main()
 """
     )
-    done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=LONG_S)
+    done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, timeout=PROGRAM_S)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

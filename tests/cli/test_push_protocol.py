@@ -34,7 +34,7 @@ from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
 from crossrail.errors import CrossrailError, UsageError
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 
 LATER_OFFER = b'{"kind": "offer", "push": 5, "version": 2, "release": "9.8.7", "what": {"a later version": "has"}}'
 
@@ -480,7 +480,7 @@ def test_name_of_a_dead_serve_is_taken_over(names: Path, engine: xr.Engine) -> N
         "import os, crossrail as xr; from crossrail.cli import rendezvous\n"
         "rendezvous.publish('dead', xr.Engine('dead').address); os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PROGRAM_S)
     assert os.listdir(names) == ["dead.serve"]
 
     with pytest.raises(CrossrailError, match="dead"):

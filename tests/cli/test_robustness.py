@@ -20,11 +20,10 @@ from crossrail.cli import memory
 from crossrail.cli.main import COMMANDS, main
 from crossrail.errors import CrossrailError, PeerLost, UsageError
 from tests.cli.leaves import groups_and_leaves, with_arguments
-from tests.support.limits import eventually
+from tests.support.limits import PROGRAM_S, eventually
 
 EVERY = list(groups_and_leaves())
 NAMES = [" ".join(words) or "crossrail" for words, _ in EVERY]
-LONG_S = 60.0
 ESCAPE = "\x1b["
 
 
@@ -129,7 +128,7 @@ def test_host_of_a_name_that_none_can_have(words: list[str], monkeypatch: pytest
 def test_demo_leaves_nothing_where_it_runs(tmp_path: Path) -> None:
     words = ["kv", "demo", "--prompt-tokens=64", "--max-tokens=2", "--prefillers=1", "--token-us=0"]
     with started(*words, stdout=subprocess.PIPE, cwd=tmp_path) as process:
-        output, errors = process.communicate(timeout=LONG_S)
+        output, errors = process.communicate(timeout=PROGRAM_S)
     assert process.returncode == 0 and "ok: 2 tokens" in output, errors
     assert not list(tmp_path.iterdir())
 
@@ -175,7 +174,7 @@ main()
 @pytest.mark.parametrize(("words", "status", "told"), [(["--version"], 0, "crossrail"), (["nonsense"], 2, "error: ")])
 def test_click_of_before_its_error_for_help(words: list[str], status: int, told: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", OLD_CLICK, *words], capture_output=True, text=True, timeout=LONG_S, check=False
+        [sys.executable, "-c", OLD_CLICK, *words], capture_output=True, text=True, timeout=PROGRAM_S, check=False
     )
     assert done.returncode == status
     assert told in done.stdout + done.stderr and "Error:" not in done.stdout + done.stderr
@@ -185,7 +184,7 @@ def without(module: str, *words: str, **environment: str) -> subprocess.Complete
     """`crossrail WORDS` where that module cannot be imported."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT.replace("MODULE", module), *words],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | environment, timeout=LONG_S,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | environment, timeout=PROGRAM_S,
     )  # fmt: skip
 
 
@@ -235,7 +234,7 @@ def test_reader_of_the_output_is_gone(words: list[str]) -> None:
     os.close(read_end)
     with started(*words, stdout=write_end) as process:
         os.close(write_end)
-        _, errors = process.communicate(timeout=LONG_S)
+        _, errors = process.communicate(timeout=PROGRAM_S)
     assert (process.returncode, errors) == (1, "")
 
 
@@ -253,19 +252,19 @@ AT_ONCE = [
 def test_reader_that_takes_the_beginning_only_changes_no_exit_status(words: list[str]) -> None:
     """As `| head -1`, with pipefail."""
     with started(*words, stdout=subprocess.PIPE) as process:
-        process.communicate(timeout=LONG_S)
+        process.communicate(timeout=PROGRAM_S)
     with started(*words, stdout=subprocess.PIPE) as beheaded:
         assert beheaded.stdout and os.read(beheaded.stdout.fileno(), 1)
         beheaded.stdout.close()
         errors = beheaded.stderr.read() if beheaded.stderr else ""
-        beheaded.wait(LONG_S)
+        beheaded.wait(PROGRAM_S)
     assert (beheaded.returncode, errors) == (process.returncode, "")
 
 
 def test_demo_on_a_narrow_terminal_cuts_nothing_off() -> None:
     command = [sys.executable, "-m", "crossrail", "demo", "--rounds=1"]
     environment = os.environ | {"COLUMNS": "20"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONG_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PROGRAM_S, check=True)
     assert max(map(len, done.stdout.splitlines())) <= 20
     assert re.search(r"SHA-256\n  ok\s+[0-9a-f]{18}", done.stdout), done.stdout
 
@@ -273,7 +272,7 @@ def test_demo_on_a_narrow_terminal_cuts_nothing_off() -> None:
 @pytest.mark.parametrize("words", QUICK, ids=" ".join)
 def test_output_on_a_narrow_terminal_without_colour(words: list[str]) -> None:
     with started(*words, stdout=subprocess.PIPE) as process:
-        output, errors = process.communicate(timeout=LONG_S)
+        output, errors = process.communicate(timeout=PROGRAM_S)
     assert process.returncode in (0, 1) and "Traceback" not in errors  # doctor may have found something
     assert output and ESCAPE not in output + errors
 
@@ -286,7 +285,7 @@ def test_output_that_takes_ascii_alone(words: list[str], tmp_path: Path) -> None
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, "-m", "crossrail", *(str(file) if word == "FILE" else word for word in words)],
-        stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=LONG_S,
+        stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=PROGRAM_S,
     )  # fmt: skip
     assert done.returncode in (0, 1) and b"error" not in done.stderr and b"Traceback" not in done.stderr, done.stderr
     assert done.stdout.decode("ascii")
@@ -300,7 +299,7 @@ def test_output_that_is_full(words: list[str], unbuffered: str) -> None:
     """Images of containers ask for unbuffered output."""
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full, started(*words, stdout=full, env=environment) as process:
-        _, errors = process.communicate(timeout=LONG_S)
+        _, errors = process.communicate(timeout=PROGRAM_S)
     assert (process.returncode, errors) == (1, "error: standard output: No space left on device\n")
 
 
@@ -310,7 +309,7 @@ def test_other_file_that_is_full_is_not_taken_for_the_output(unbuffered: str) ->
     with started(
         "sim", "--scenario=pair", "--seed=1", "--log=/dev/full", stdout=subprocess.PIPE, env=environment
     ) as process:
-        _, errors = process.communicate(timeout=LONG_S)
+        _, errors = process.communicate(timeout=PROGRAM_S)
     assert (process.returncode, errors) == (1, "error: /dev/full: No space left on device\n")
 
 
@@ -318,7 +317,7 @@ def test_other_file_that_is_full_is_not_taken_for_the_output(unbuffered: str) ->
 def test_error_of_a_command_that_printed_nothing_is_not_that_the_output_is_full(unbuffered: str) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full, started("topo", "--root=/nowhere", stdout=full, env=environment) as process:
-        _, errors = process.communicate(timeout=LONG_S)
+        _, errors = process.communicate(timeout=PROGRAM_S)
     assert (process.returncode, errors.split(" [")[0]) == (2, "error: --root /nowhere is not a directory")
 
 
@@ -327,7 +326,7 @@ def test_directory_that_was_removed_is_told(words: list[str], tmp_path: Path) ->
     """Under a shell that is still in it."""
     command = f"rmdir {tmp_path} && exec {sys.executable} -m crossrail {' '.join(words)}"
     done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONG_S
+        ["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROGRAM_S
     )
     said = "error: the current directory was removed: No such file or directory; cd to one that is there\n"
     assert (done.returncode, done.stderr) == (1, said)
@@ -335,7 +334,7 @@ def test_directory_that_was_removed_is_told(words: list[str], tmp_path: Path) ->
 
 def test_output_that_is_closed() -> None:
     command = f"exec {sys.executable} -m crossrail topo >&-"
-    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LONG_S)
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=PROGRAM_S)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -386,7 +385,7 @@ def test_port_is_taken(words: list[str], taken: int, tmp_path: Path) -> None:
         text=True,
         env=environment,
         cwd=tmp_path,
-        timeout=LONG_S,
+        timeout=PROGRAM_S,
     )
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr
@@ -419,7 +418,7 @@ def test_service_writes_a_flight_recording_when_asked_by_a_signal(words: list[st
             assert process.stdout is not None and process.stdout.readline()
             eventually(recordings, "the signal has one written")  # not before there is an engine
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=LONG_S)
+            _, errors = process.communicate(timeout=PROGRAM_S)
         finally:
             process.kill()
     assert process.returncode in (0, 130) and "flight recorder of engine" in errors
@@ -457,7 +456,7 @@ def test_file_without_end_is_refused(words: list[str], tmp_path: Path) -> None:
     start = limit + "from crossrail.cli.main import main; main(prog_name='crossrail')"
     done = subprocess.run(
         [sys.executable, "-c", start, *(word.replace("FILE", "/dev/zero") for word in words)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, timeout=LONG_S,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, timeout=PROGRAM_S,
     )  # fmt: skip
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
@@ -494,7 +493,11 @@ def test_file_that_may_not_be_read(words: list[str], tmp_path: Path) -> None:
     )
     given = [str(file) if word == "FILE" else word for word in words]
     done = subprocess.run(
-        [sys.executable, "-c", script, *given], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONG_S
+        [sys.executable, "-c", script, *given],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
     )
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
     assert done.returncode in (1, 2) and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr

@@ -20,7 +20,7 @@ from crossrail.cli.top import picture
 from crossrail.observe import MetricsServer, Traffic, read_traffic, serve_metrics
 from crossrail.observe.samples import Interval, parse
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.ports import free_port
 
 SGR = re.compile(rb"\x1b\[[0-9;]*m")
@@ -41,7 +41,7 @@ def command(*arguments: str) -> list[str]:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), env=os.environ | environment, capture_output=True, text=True, timeout=2 * WAIT_S
+        command(*arguments), env=os.environ | environment, capture_output=True, text=True, timeout=PROGRAM_S
     )
 
 
@@ -243,7 +243,7 @@ class Screen:
                     break
             except OSError:  # EIO: the other end is closed
                 break
-        _, errors = self.process.communicate(timeout=2 * WAIT_S)
+        _, errors = self.process.communicate(timeout=PROGRAM_S)
         return self.process.returncode, errors.decode()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 
 # Of each: how many processes it starts for its work.
 COMMANDS = {"moe demo --ranks 2": 2, "weights rl --trainers 2 --steps 1000": 4}
@@ -19,7 +19,7 @@ COMMANDS = {"moe demo --ranks 2": 2, "weights rl --trainers 2 --steps 1000": 4}
 def test_ctrl_c_while_its_processes_begin_ends_all(command: str) -> None:
     with started(command) as process:
         try:
-            eventually(lambda: len(children_of(process)) >= COMMANDS[command], "all are started", 3 * WAIT_S)
+            eventually(lambda: len(children_of(process)) >= COMMANDS[command], "all are started", PROGRAM_S)
             ends_all_with_one_word(process)
         finally:
             process.kill()
@@ -52,7 +52,7 @@ def ends_all_with_one_word(process: subprocess.Popen[str]) -> None:
     children = children_of(process)
     assert children
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=WAIT_S)
+    _, errors = process.communicate(timeout=PROGRAM_S)
     assert (process.returncode, errors.split()) == (130, ["interrupted"]), errors
     eventually(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()], "its processes have ended")
 

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 import crossrail as xr
 from crossrail.cli.doctor import command, parse_target
 from crossrail.errors import UsageError
+from tests.support.limits import PROGRAM_S
 
 PACKAGE = Path(xr.__file__).parent
-LONG_S = 50.0
 
 
 def doctor(*arguments: str, program: list[str] | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def doctor(*arguments: str, program: list[str] | None = None, **environment: str
         [*(program or [sys.executable, "-m", "crossrail", "doctor"]), *arguments],
         capture_output=True,
         text=True,
-        timeout=LONG_S,
+        timeout=PROGRAM_S,
         env=os.environ | {"COLUMNS": "100"} | environment,
         stdin=subprocess.DEVNULL,
     )
@@ -140,7 +140,7 @@ def test_listen_and_peer_of_two_processes() -> None:
         as_json = doctor("--peer", f"127.0.0.1:{match[1]}", "--seconds", "0.05", "--json")
     finally:
         listener.send_signal(signal.SIGINT)
-        output, _ = listener.communicate(timeout=LONG_S)
+        output, _ = listener.communicate(timeout=PROGRAM_S)
 
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "RTT us" in shown.stdout and "lo 127.0.0.1" in shown.stdout
@@ -170,7 +170,7 @@ def test_listener_answers_whoever_reads_what_it_says() -> None:
             errors = listener.stderr.read()
     finally:
         listener.kill()
-        listener.wait(LONG_S)
+        listener.wait(PROGRAM_S)
     assert "Traceback" not in errors and "warning: standard output: Broken pipe" in errors
 
 

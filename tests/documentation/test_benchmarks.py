@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from crossrail.cli.bench.measures import all_measures
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY
 
 # Those that need what `./dev test` does not install, as the tests of it, are left out where that is absent.
@@ -26,7 +26,7 @@ SCRIPTS = sorted(
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_script_tells_its_options(script: Path) -> None:
-    run = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=WAIT_S)
+    run = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=PROGRAM_S)
     assert run.returncode == 0, run.stderr
     assert "usage:" in run.stdout.lower()
 

@@ -22,7 +22,7 @@ import crossrail as xr
 from crossrail.topology import Topology
 from tests.contract.setups import why_not
 from tests.documentation.blocks import blocks, pages, strange_fences
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.process import REPOSITORY
 from tests.topology import trees
 from tests.topology.trees import Machine, scratch
@@ -101,7 +101,7 @@ def running(text: str, file: Path, at_once: bool = True) -> Iterator[subprocess.
 
 
 def printed(process: subprocess.Popen[str]) -> str:
-    out, errors = process.communicate(timeout=WAIT_S)
+    out, errors = process.communicate(timeout=PROGRAM_S)
     assert process.returncode == 0, f"{out}\n{errors}"
     return out
 
@@ -212,7 +212,7 @@ def test_certificates_of_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The commands make what the engines take, as they stand there."""
     monkeypatch.chdir(tmp_path)
     (commands,) = (block for block in blocks("bash")["docs/two-hosts.md"] if "openssl req" in block)
-    subprocess.run(["bash", "-e", "-c", commands], check=True, timeout=WAIT_S, stderr=subprocess.DEVNULL)
+    subprocess.run(["bash", "-e", "-c", commands], check=True, timeout=PROGRAM_S, stderr=subprocess.DEVNULL)
     decoder: dict[str, Any] = {"xr": xr}
     prefiller: dict[str, Any] = {"xr": xr}
     text = blocks()["docs/two-hosts.md"][1].replace('["eth0"]', '["lo"], transport="tcp"')

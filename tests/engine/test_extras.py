@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 
 # crossrail's own dependencies are there, and nothing else that is not Python's.
 BARE = """
@@ -37,7 +37,7 @@ def printed(script: str) -> list[str]:
     """What it prints where no extra is installed."""
     done = subprocess.run(
         [sys.executable, "-c", BARE + script],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROGRAM_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -11,7 +11,7 @@ import crossrail as xr
 from crossrail import _core
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, driver_file
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.seeds import Seed
 
 NBYTES = 300_001
@@ -77,16 +77,18 @@ def test_the_cpu_is_refused(gpu: FakeGpu, open_engine: EngineFactory) -> None:
 def test_touching_it_by_the_cpu_ends_the_process() -> None:
     """What the other tests rest on."""
     program = "import ctypes; from tests.support.fake_gpu import FakeGpu; m = FakeGpu().allocate(1); "
-    alive = subprocess.run([sys.executable, "-c", program + "print(m.bytes[0])"], timeout=60, capture_output=True)
+    alive = subprocess.run(
+        [sys.executable, "-c", program + "print(m.bytes[0])"], timeout=PROGRAM_S, capture_output=True
+    )
     assert (alive.returncode, alive.stdout.split()) == (0, [b"0"])
     read = program + "ctypes.string_at(m.address, 1)"
-    assert subprocess.run([sys.executable, "-c", read], timeout=60, capture_output=True).returncode != 0
+    assert subprocess.run([sys.executable, "-c", read], timeout=PROGRAM_S, capture_output=True).returncode != 0
 
 
 def test_found_by_its_name_as_the_true_one_is() -> None:
     program = "from crossrail import _core; print(_core._no_gpu_driver(), [gpu['name'] for gpu in _core._gpus()])"
     env = os.environ | {"LD_LIBRARY_PATH": str(driver_file().parent)}
-    found = subprocess.run([sys.executable, "-c", program], env=env, timeout=60, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", program], env=env, timeout=PROGRAM_S, capture_output=True, text=True)
     assert found.stdout.split() == ["['fake0',", "'fake1']"], found.stderr
 
 

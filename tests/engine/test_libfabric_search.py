@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import crossrail as xr
+from tests.support.limits import PROGRAM_S
 
 UNSHARE = ["unshare", "--mount"]
 
@@ -56,7 +57,7 @@ class Places:
         self._old = folder / "old.so"
         (folder / "old.c").write_text(TOO_OLD)
         command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libfabric.so.1", "-o", str(self._old), str(folder / "old.c")]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=PROGRAM_S)
         self._new = wheels_library()
         self.loaded, self.aws, self.system = (folder / name for name in ("loaded", "aws", "system"))
         for place in (self.loaded, self.aws, self.system):
@@ -70,7 +71,7 @@ class Places:
         loaded = self.loaded / "libfabric.so.1"
         command = [*UNSHARE, sys.executable, "-c", OPENS, str(self.aws), str(loaded) if loaded.exists() else "-"]
         env = os.environ | {"LD_LIBRARY_PATH": str(self.system), "CROSSRAIL_LIBFABRIC": ""}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROGRAM_S, check=True)
         return done.stdout.splitlines()
 
 

@@ -19,7 +19,7 @@ import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.contract.setups import REAL_TRANSPORTS
 from tests.support.leaks import Snapshot, crossrail_threads, open_fds
-from tests.support.limits import NEVER_S, WAIT_S, eventually
+from tests.support.limits import NEVER_S, PROGRAM_S, WAIT_S, eventually
 
 # Whose hosts tell that nobody is there any more. A closed engine of verbs keeps its device open while it is referenced.
 NETWORKS = [transport for transport in REAL_TRANSPORTS if transport not in ("shm", "verbs")]
@@ -425,5 +425,5 @@ class Told(xr.Engine):
         super().close(*args)
 engines = [Told(str(number)) for number in range(8)]
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_S)
     assert ended.stdout.split() == [str(number) for number in range(8)], ended.stderr

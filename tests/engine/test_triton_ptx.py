@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from tests.support.limits import PROGRAM_S
+
 SOURCE = Path(__file__).parents[2] / "native" / "device" / "kernels.cc"
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -23,7 +25,7 @@ def test_our_kernels_assemble_and_need_no_stack(architecture: str, tmp_path: Pat
         [PTXAS, "--verbose", "--warning-as-error", "-arch", architecture, text, "-o", tmp_path / "kernels.cubin"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROGRAM_S,
     )
     assert done.returncode == 0, done.stderr
     entries = re.findall(r"Compiling entry function '(\w+)'", done.stderr)

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, eventually
 from tests.support.process import REPOSITORY
 
 FOLDER = Path(REPOSITORY) / "examples"
-LONG_S = 3 * WAIT_S  # each imports numpy, some torch, and is several processes
 _NEXT = re.compile(r"^run: python (\S+) ([0-9a-f]+)\n", re.MULTILINE)
 
 
@@ -41,7 +40,7 @@ class Program:
 
     def next(self) -> tuple[str, str]:
         """The command for a second shell, once it has said that."""
-        eventually(lambda: _NEXT.search(self.said) or self._process.poll() is not None, "no command", LONG_S)
+        eventually(lambda: _NEXT.search(self.said) or self._process.poll() is not None, "no command", PROGRAM_S)
         found = _NEXT.search(self.said)
         assert found, self.complained
         return found[1], found[2]
@@ -51,7 +50,7 @@ class Program:
 
     def ended(self) -> str:
         """What it has printed, but for the line that says what to run next. It succeeded."""
-        status = self._process.wait(LONG_S)
+        status = self._process.wait(PROGRAM_S)
         assert status == 0, f"{self.said}\n{self.complained}"
         return _NEXT.sub("", self.said)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.documentation.blocks import blocks
-from tests.examples.programs import FOLDER, LONG_S, alike, promised, running
+from tests.examples.programs import FOLDER, alike, promised, running
+from tests.support.limits import PROGRAM_S
 
 SHOWN = [("docs/moe.md", 0, "moe_ranks.py"), ("docs/simulator.md", 0, "simulated/conftest.py")]
 SHOWN += [("docs/simulator.md", 1, "simulated/test_push.py")]
@@ -79,7 +80,7 @@ def test_simulated_push_with_twenty_seeds() -> None:
     """As in a user's project: by a pytest that does not see our settings."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "--sim-runs", "20"]
     folder = FOLDER / "simulated"
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PROGRAM_S)
 
     assert done.returncode == 0 and "20 passed" in done.stdout, done.stdout + done.stderr
 

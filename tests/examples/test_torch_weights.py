@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import LONG_S, alike, promised, running
-from tests.support.limits import eventually
+from tests.examples.programs import alike, promised, running
+from tests.support.limits import PROGRAM_S, eventually
 
 pytestmark = pytest.mark.no_sanitizer  # starts interpreters, which import torch
 
@@ -17,7 +17,7 @@ VERSIONS = 5
 @pytest.mark.timeout(240)
 def test_inference_goes_on_while_weights_arrive(tmp_path: Path) -> None:
     with running(tmp_path, "weights_trainer.py") as trainer, running(tmp_path, *trainer.next()) as inference:
-        eventually(lambda: f"version {VERSIONS}:" in inference.said, "the last version in use", 2 * LONG_S)
+        eventually(lambda: f"version {VERSIONS}:" in inference.said, "the last version in use", 2 * PROGRAM_S)
         sent = trainer.ended().splitlines()
         inference.interrupt()
         used = inference.ended().splitlines()

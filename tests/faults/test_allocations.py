@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from tests.support.fake_gpu import driver_file
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY, assert_clean
 
 # One piece of memory after the other is refused, of those that `act` asks for on this thread, until it needs fewer.
@@ -85,7 +85,7 @@ def refused_each(act: str, transport: str) -> int:
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(EACH + act), str(library), transport],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
         cwd=REPOSITORY,
         env=os.environ | {"LD_PRELOAD": str(library)},
     )

@@ -17,7 +17,7 @@ import crossrail as xr
 from crossrail import sim
 from crossrail.flight import FlightDump, read_dump
 from tests.conftest import EngineFactory, PeerFactory
-from tests.support.limits import SLOWNESS, WAIT_S, eventually, never
+from tests.support.limits import PROGRAM_S, SLOWNESS, WAIT_S, eventually, never
 from tests.support.process import assert_clean, run_script, start_script
 
 WATCHDOG_S = 0.4
@@ -214,7 +214,7 @@ def test_signal_dumps_every_engine_of_a_process_that_hangs(tmp_path: Path, where
             assert script.poll() is None
         finally:
             script.kill()
-            _, errors = script.communicate(timeout=WAIT_S)
+            _, errors = script.communicate(timeout=PROGRAM_S)
     found = [read_dump(path) for path in tmp_path.glob("*.flight")]
     assert {dump.engine for dump in found} == {"hanging", "other"}
     assert {dump.reason for dump in found} == {f"signal {int(signal.SIGUSR2)}"}

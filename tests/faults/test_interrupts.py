@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import start_script
 
 WAITS = {
@@ -56,14 +56,14 @@ SCRIPT = """
 def interrupted(script: "subprocess.Popen[str]", after_s: float = 0.3) -> tuple[str, str]:
     """Sends Ctrl-C once the script says that it waits; returns what it printed."""
     assert script.stdout is not None
-    assert script.stdout.readline() == "waiting\n", script.communicate(timeout=WAIT_S)[1]
+    assert script.stdout.readline() == "waiting\n", script.communicate(timeout=PROGRAM_S)[1]
     time.sleep(after_s)  # until it really waits; sooner would only test less
     script.send_signal(signal.SIGINT)
     try:
-        out, err = script.communicate(timeout=WAIT_S)
+        out, err = script.communicate(timeout=PROGRAM_S)
     except subprocess.TimeoutExpired:
         script.send_signal(signal.SIGABRT)  # faulthandler prints where it hangs
-        out, err = script.communicate(timeout=WAIT_S)
+        out, err = script.communicate(timeout=PROGRAM_S)
         raise AssertionError(f"Ctrl-C did not end the wait:\n{out}\n{err}") from None
     return out, err
 
@@ -112,7 +112,7 @@ def test_what_arrives_just_after_ctrl_c_is_not_lost(take: str) -> None:
         engine.close()
     """
     with start_script(source) as script:
-        out, err = script.communicate(timeout=WAIT_S)
+        out, err = script.communicate(timeout=PROGRAM_S)
 
     assert script.returncode == 0, err
     assert out.split() == ["interrupted"] * 30
@@ -304,7 +304,7 @@ def test_engine_is_driven_while_another_thread_keeps_the_gil() -> None:
         child.close()
     """
     with start_script(source) as script:
-        out, err = script.communicate(timeout=WAIT_S)
+        out, err = script.communicate(timeout=PROGRAM_S)
 
     assert out == "[]\n", err
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY, run_script
 
 MOVES = """
@@ -88,7 +88,7 @@ def test_limit_of_the_system_is_named(case: str) -> None:
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
     )
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     told, rest = run.stdout.splitlines()
@@ -142,7 +142,7 @@ def test_callback_that_no_thread_is_had_for_was_not_asked_for() -> None:
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
     )
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     assert run.stdout == "['later', 'later']\n"

@@ -12,7 +12,7 @@ import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.contract.setups import why_not
 from tests.faults.loopback import NBYTES, loopback, warmed_up
-from tests.support.limits import DEATH_S, WAIT_S, eventually
+from tests.support.limits import DEATH_S, PROGRAM_S, WAIT_S, eventually
 from tests.support.operations import KINDS
 from tests.support.patterns import pattern
 from tests.support.process import PeerProcess
@@ -133,7 +133,7 @@ def opened_with(library: str, transport: str = "ofi:tcp") -> subprocess.Complete
     """A fresh interpreter, since a library is opened once in a process's life."""
     script = f"import crossrail as xr\nxr.Engine('e', transport={transport!r}).close()"
     env = os.environ | {"CROSSRAIL_LIBFABRIC": library}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PROGRAM_S, env=env)
 
 
 def test_library_that_is_not_there_is_named_with_what_to_do() -> None:

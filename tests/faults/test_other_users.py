@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.process import REPOSITORY, run_script
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
@@ -156,7 +156,7 @@ def test_users_with_a_pid_namespace_each_reach_each_other_by_tcp() -> None:
             [*CONTAINER, sys.executable, "-c", textwrap.dedent(WRITE), descriptor, "auto"],
             capture_output=True,
             text=True,
-            timeout=WAIT_S,
+            timeout=PROGRAM_S,
             cwd=REPOSITORY,
         )
         said, _ = served.communicate("\n", WAIT_S)
@@ -212,7 +212,11 @@ def test_users_with_a_user_namespace_each_reach_each_other_by_tcp(inside: int) -
         assert served.stdout is not None
         descriptor = served.stdout.readline().strip()
         answer = subprocess.run(
-            [*command, "65533", str(inside), descriptor], capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY
+            [*command, "65533", str(inside), descriptor],
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_S,
+            cwd=REPOSITORY,
         )
         served.communicate("\n", WAIT_S)
     finally:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 import crossrail as xr
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.process import REPOSITORY, run_script
 
 WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "--"]
@@ -170,7 +170,7 @@ def test_without_proc_a_peer_of_the_same_host_is_reached_by_tcp() -> None:
         [*WITHOUT_PROC, sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRITE)],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
         cwd=REPOSITORY,
     )
 
@@ -184,7 +184,7 @@ def test_whose_host_cannot_be_told_is_not_said_to_be_on_another() -> None:
     def run(script: str, address: xr.Address) -> str:
         command = [*WITHOUT_PROC, sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
         told = subprocess.run(
-            [*command, address.to_bytes().hex()], capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY
+            [*command, address.to_bytes().hex()], capture_output=True, text=True, timeout=PROGRAM_S, cwd=REPOSITORY
         )
         assert told.returncode == 0, told
         return told.stdout
@@ -240,7 +240,7 @@ def test_where_no_thread_may_start_neither_shared_memory_nor_limits_are_blamed()
 @only_if(can_run(WITHOUT_PROC))
 def test_without_proc_serve_stores_what_is_pushed(tmp_path: Path) -> None:
     command = [*WITHOUT_PROC, sys.executable, "-c", textwrap.dedent(STORE), str(tmp_path)]
-    script = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=REPOSITORY)
+    script = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, cwd=REPOSITORY)
 
     assert script.returncode == 0, script
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("new", b"abc")]
@@ -264,7 +264,7 @@ def test_end_of_a_process_whose_pid_is_not_seen_is_noticed_though_its_child_hold
                     assert line.startswith("peer-connected"), line
                 host.stdin.write("end\n")
                 host.stdin.flush()
-                said, _ = visitor.communicate(timeout=WAIT_S)
+                said, _ = visitor.communicate(timeout=PROGRAM_S)
             finally:
                 visitor.kill()
                 host.kill()

@@ -7,7 +7,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, eventually
 from tests.support.process import assert_clean, run_script, start_script
 
 OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -98,7 +98,7 @@ def test_handler_may_close_an_engine_whose_callback_thread_is_just_starting(mome
     """
     with start_script(source, moment) as script:
         try:
-            out, err = script.communicate(timeout=WAIT_S)
+            out, err = script.communicate(timeout=PROGRAM_S)
         finally:
             script.kill()
 

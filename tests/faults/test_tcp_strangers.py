@@ -14,7 +14,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support import tcp_wire as wire
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.process import start_script
 from tests.support.tcp_engines import TCP, events_of, region_id, still_serves
 from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer, endpoints_of
@@ -278,7 +278,7 @@ def test_strangers_in_the_middle_of_a_message_cost_a_few_kib_each() -> None:
         eventually(lambda: unread_bytes(address) == 0, "all of it taken in")
 
         per_stranger_kib = (taken_kib() - before) / count
-        _, errors = target.communicate(timeout=WAIT_S)
+        _, errors = target.communicate(timeout=PROGRAM_S)
         assert target.returncode == 0, errors
     assert 0 < per_stranger_kib < 4
 

@@ -15,7 +15,7 @@ from crossrail.kv.transfer import receiver as receiver_module
 from tests.integrations.vllm_workers import IMPATIENT, PATIENT, SECRET, SHORT_LEASE, Open, Side, offer
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -219,7 +219,7 @@ def test_a_decoder_that_stands_still_does_not_keep_preempted_blocks(open_side: O
         d.assert_holds("e", THEIRS, as_of="c")
     finally:
         frozen.kill()
-        frozen.communicate(timeout=WAIT_S)
+        frozen.communicate(timeout=PROGRAM_S)
 
 
 # --- somebody does not want it any more ---
@@ -484,7 +484,7 @@ def test_closed_when_the_interpreter_has_ended_it_returns() -> None:
         "sides = [Side('p'), Side('d')]\n"
         "sides[1].load('b', sides[0], 30, [1, 2, 3, 4])\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROGRAM_S)
     assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
 
 

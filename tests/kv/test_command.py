@@ -34,7 +34,7 @@ from tests.support.kv_processes import (
     model_options,
     monolithic,
 )
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_top_in_a_pipe_shows_the_nodes_and_ends(services: Services) -> None:
     services.joined("d0")
     command = [sys.executable, "-m", "crossrail", "kv", "top", services.place]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, env=environment)
     assert run.returncode == 0 and "d0" in run.stdout and "256 of 256" in run.stdout, run.stdout + run.stderr
 
 
@@ -311,7 +311,7 @@ def test_top_gives_a_router_up_that_stays_away(services: Services) -> None:
     with top_in_a_terminal(services.place, "--patience-s", "0.3") as top:
         shown_until(top, b"router router")
         services.kill("router")
-        _, said = top.communicate(timeout=WAIT_S)
+        _, said = top.communicate(timeout=PROGRAM_S)
         assert top.returncode == 1 and said.startswith(b"error: no router answers at"), said
 
 
@@ -338,7 +338,12 @@ def test_demo_shows_equal_tokens(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "700", "--out", "made"]
     environment = os.environ | {"COLUMNS": "140"}
     run = subprocess.run(
-        [*command, "--token-us", "150"], capture_output=True, text=True, timeout=50, cwd=tmp_path, env=environment
+        [*command, "--token-us", "150"],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        cwd=tmp_path,
+        env=environment,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ok: 48 tokens, equal to those of one node alone" in run.stdout
@@ -359,7 +364,7 @@ def test_demo_shows_equal_tokens(tmp_path: Path) -> None:
 def test_demo_that_finds_nothing_to_kill_says_so_at_once(tmp_path: Path) -> None:
     """A prompt of one token has nothing to prefill."""
     command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "1", "--token-us", "0"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path, env=os.environ)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, cwd=tmp_path, env=os.environ)
     assert run.returncode == 1 and "error: --kill: no prefiller was seen at work" in run.stderr, run.stdout + run.stderr
 
 
@@ -373,7 +378,7 @@ def test_demo_with_a_prompt_that_is_no_text_starts_nothing(prompt: str, words: s
 def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "CROSSRAIL_SECRET"}
     command = [sys.executable, "-m", "crossrail", "kv", "router"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, cwd=tmp_path, env=environment)
     assert run.returncode == 2 and "a secret that all nodes share is needed" in run.stderr
 
 
@@ -477,7 +482,7 @@ def test_package_alone_imports_none_of_it() -> None:
     source = (
         "import sys, crossrail; print([n for n in ('msgspec', 'aiohttp', 'prometheus_client') if n in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S)
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PROGRAM_S)
     assert run.stdout == "[]\n", run.stdout + run.stderr
 
 

@@ -23,7 +23,7 @@ from crossrail.kv.http.listener import Listener
 from tests.kv.asking import HEAD, SLOW_S, answer_of, body
 from tests.kv.conftest import PATIENCE_S, quiet, start, until
 from tests.support.kv_cluster import ROUTER, Cluster
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 
 
 @asynccontextmanager
@@ -153,7 +153,7 @@ asyncio.run(main())
         for _ in range(300):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
         time.sleep(0.5)
-        said, _ = process.communicate("", timeout=WAIT_S)
+        said, _ = process.communicate("", timeout=PROGRAM_S)
     assert not said
 
 

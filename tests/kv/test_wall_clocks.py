@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import moved_clock
 from tests.support.kv_processes import Asking, Services, killed_prefiller_costs_time_and_nothing_else, monolithic
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, eventually
 
 HOUR_S = 3600
 AHEAD_S = {"router": 30 * HOUR_S, "p0": -26 * HOUR_S, "p1": 7 * 60, "d0": -8 * HOUR_S}
@@ -39,7 +39,7 @@ def services(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service
 def test_clocks_are_moved_and_jump() -> None:
     program = "import time\nfor _ in range(5): print(time.time(), time.monotonic()); time.sleep(0.5)"
     run = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True,
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=PROGRAM_S, check=True,
         env=os.environ | moved_clock.environment(-26 * HOUR_S),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 import crossrail as xr
 from tests.support.certificates import Authority
 from tests.support.hosts import Host, Hosts, on_host, why_not
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.process import REPOSITORY
 from tests.support.seeds import Seed
 
@@ -44,7 +44,7 @@ def start(host: Host, *arguments: object, secret: str = "") -> "subprocess.Popen
 
 def run(host: Host, *arguments: object, secret: str = "", status: int = 0) -> str:
     process = start(host, *arguments, secret=secret)
-    out, err = process.communicate(timeout=40)
+    out, err = process.communicate(timeout=PROGRAM_S)
     assert process.returncode == status, f"{out}\n{err}"
     assert "Traceback" not in err
     return out + err
@@ -70,10 +70,10 @@ def serving(host: Host, inbox: Path, *arguments: object, secret: str = "") -> It
             if found := re.search(r"(?:CROSSRAIL_SECRET=(\w+) )?crossrail push FILE (tcp://\S+)", line):
                 yield Served(process, inbox, found.group(2), found.group(1) or "")
                 return
-        raise AssertionError(f"{printed} {process.communicate(timeout=WAIT_S)}")
+        raise AssertionError(f"{printed} {process.communicate(timeout=PROGRAM_S)}")
     finally:
         process.kill()
-        process.communicate(timeout=WAIT_S)
+        process.communicate(timeout=PROGRAM_S)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_doctor_measures_the_way_between_two_hosts(nothing_leaks: None) -> None:
             run(there, "doctor", "--peer", here.addresses[0], "--json", status=1)  # nobody listens there
         finally:
             listener.kill()
-            listener.communicate(timeout=WAIT_S)
+            listener.communicate(timeout=PROGRAM_S)
 
     pairs = measured["pairs"]
     assert {(pair["here"]["address"], pair["there"]["address"]) for pair in pairs} == {
@@ -219,7 +219,7 @@ def test_slow_network_is_not_taken_for_silence(hosts: Hosts, tmp_path: Path, see
     with serving(hosts["b"], tmp_path / "inbox", "--listen", "--idle-timeout-s", patience_s) as served:
         pushing = subprocess.run(
             [*on_host(hosts["a"].namespace), sys.executable, "-c", patient, "push", str(file), served.url],
-            capture_output=True, text=True, timeout=40, cwd=REPOSITORY,
+            capture_output=True, text=True, timeout=PROGRAM_S, cwd=REPOSITORY,
             env=PLAIN | {"CROSSRAIL_SECRET": served.secret},
         )  # fmt: skip
 
@@ -233,7 +233,7 @@ def test_serve_that_is_killed_is_noticed_and_leaves_nothing(hosts: Hosts, tmp_pa
         pusher = start(hosts["a"], "push", payload, served.url, secret=served.secret)
         eventually(lambda: hosts["a"].sent_bytes(0) > 2_000_000, "the file on its way")
         served.server.kill()
-        out, err = pusher.communicate(timeout=40)
+        out, err = pusher.communicate(timeout=PROGRAM_S)
 
     assert pusher.returncode == 1 and "Traceback" not in err and "error:" in err, f"{out}\n{err}"
     assert list(served.inbox.iterdir()) == []

@@ -17,7 +17,7 @@ from crossrail.flight import FlightDump, FlightEntry, FlightPeer
 from crossrail.observe.chrome import ChromeTrace
 from crossrail.observe.flight import select, write_chrome
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.process import REPOSITORY
 
 
@@ -119,7 +119,7 @@ def trace(*arguments: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "crossrail", "trace", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
         cwd=REPOSITORY,
         env=os.environ | {"COLUMNS": "160", "NO_COLOR": "1"},
     )

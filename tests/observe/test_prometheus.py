@@ -19,7 +19,7 @@ from crossrail.observe.files import ALERTS
 from tests.conftest import EngineFactory
 from tests.observe.test_dashboard import ENGINE_METRICS
 from tests.observe.test_metrics import write
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.ports import free_port
 from tests.support.promql import queries, selectors
 
@@ -100,4 +100,4 @@ def test_rules_are_loaded_and_evaluated(prometheus: Prometheus) -> None:
         return {rule["health"] for group in groups for rule in group["rules"]}
 
     eventually(lambda: health() == {"ok"}, "all rules evaluated")
-    subprocess.run(["promtool", "check", "rules", str(ALERTS)], check=True, timeout=WAIT_S)
+    subprocess.run(["promtool", "check", "rules", str(ALERTS)], check=True, timeout=PROGRAM_S)

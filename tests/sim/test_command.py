@@ -11,7 +11,7 @@ import pytest
 
 from crossrail.sim.scenarios import SCENARIOS
 from tests.cli.test_commands import COMMAND, crossrail, failed, succeeded
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY, run_script
 
 OWN = "tests.sim.own_scenarios"
@@ -34,7 +34,7 @@ def test_a_run_is_summed_up_in_a_table() -> None:
 def test_what_a_run_prints_is_shown_and_standard_error_may_be_closed() -> None:
     command = [*COMMAND, "sim", "--scenario", f"{OWN}:talks", "--seed", "1"]
     run = subprocess.run(
-        ["sh", "-c", '"$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, text=True, timeout=WAIT_S, cwd=REPOSITORY,
+        ["sh", "-c", '"$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, text=True, timeout=PROGRAM_S, cwd=REPOSITORY,
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}, check=False,
     )  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_a_drawn_seed_is_told_to_who_interrupts_the_run() -> None:
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=WAIT_S)
+        _, errors = process.communicate(timeout=PROGRAM_S)
     assert process.returncode == 130 and re.fullmatch(r"\nseed \d+\n\ninterrupted\n", errors)
 
 

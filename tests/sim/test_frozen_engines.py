@@ -10,6 +10,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from tests.support.limits import PROGRAM_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def test_a_region_is_dropped_while_the_writer_of_a_work_on_its_way_there_is_froz
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=PROGRAM_S,
         check=True,
     )
 

@@ -14,7 +14,7 @@ import pytest
 
 from crossrail.cli.sim_players import Task, play_each
 from tests.cli.test_commands import COMMAND
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY
 
 OWN = "tests.sim.own_scenarios"
@@ -63,7 +63,7 @@ def test_who_is_killed_takes_its_processes_along_and_they_say_nothing() -> None:
         for _ in range(2):  # both: one that is still starting hears of it otherwise
             assert process.stdout.readline() == "begun\n"
         process.kill()
-        _, errors = process.communicate(timeout=WAIT_S)  # until the last of them has closed its end
+        _, errors = process.communicate(timeout=PROGRAM_S)  # until the last of them has closed its end
 
     assert errors == ""
 
@@ -90,6 +90,6 @@ def test_first_process_is_deaf_to_an_interrupt_from_its_start(tmp_path: Path) ->
     (tmp_path / "start.py").write_text(START)
     shown = subprocess.run(
         [sys.executable, "start.py"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROGRAM_S, cwd=tmp_path,
     )  # fmt: skip
     assert (shown.stdout, shown.stderr) == ("True\n", "")

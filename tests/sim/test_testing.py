@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support.limits import PROGRAM_S
+
 pytest_plugins = ["pytester"]
 
 TESTS = """
@@ -67,7 +69,7 @@ def test_worlds_are_made_and_coroutines_run_on_their_loops(user: pytest.Pytester
 
 def test_a_failure_tells_the_command_that_replays_it_and_the_last_events(user: pytest.Pytester) -> None:
     # In a process of its own: pytest holds on to the failure, and so to its world.
-    result = user.runpytest_subprocess(*WITHOUT, "-k", "fails", "--sim-seed", "1847", timeout=50)
+    result = user.runpytest_subprocess(*WITHOUT, "-k", "fails", "--sim-seed", "1847", timeout=PROGRAM_S)
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*replay*", "pytest *test_mine.py::test_fails* --sim-seed 1847", "*engine-open*"])
@@ -77,11 +79,11 @@ def test_a_failure_of_many_runs_is_replayed_by_its_command(user: pytest.Pytester
     """The command of a run that failed runs that one again, in the same world."""
     fails = "def test_odd(sim_world):\n    print('world', sim_world.seed)\n    assert sim_world.seed % 2 == 0\n"
     user.makepyfile(test_odd=fails)
-    first = user.runpytest_subprocess(*WITHOUT, "test_odd.py", "--sim-runs", "12", "--sim-seed", "3", timeout=50)
+    first = user.runpytest_subprocess(*WITHOUT, "test_odd.py", "--sim-runs", "12", "--sim-seed", "3", timeout=PROGRAM_S)
     command = re.search(r"^pytest (.*)$", first.stdout.str(), re.MULTILINE)
     assert command is not None
 
-    again = user.runpytest_subprocess(*WITHOUT, *shlex.split(command[1]), timeout=50)
+    again = user.runpytest_subprocess(*WITHOUT, *shlex.split(command[1]), timeout=PROGRAM_S)
 
     again.assert_outcomes(failed=1)
     shown = [re.findall(r"^world (\d+)$", result.stdout.str(), re.MULTILINE)[0] for result in (first, again)]
@@ -93,14 +95,14 @@ def test_a_failure_in_a_folder_is_replayed_from_there(user: pytest.Pytester, mon
     folder = user.mkdir("folder")
     (folder / "test_inner.py").write_text("def test_fails(sim_world):\n    assert False\n")
     monkeypatch.chdir(folder)
-    result = user.run(*PYTEST, *WITHOUT, "test_inner.py", timeout=50)
+    result = user.run(*PYTEST, *WITHOUT, "test_inner.py", timeout=PROGRAM_S)
 
     result.stdout.fnmatch_lines(["pytest test_inner.py::test_fails --sim-seed *"])
 
 
 def test_workers_of_xdist_have_the_seed_that_the_header_shows(user: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
-    result = user.runpytest_subprocess(*WITHOUT, "-n", "2", "-k", "fails or seed", timeout=50)
+    result = user.runpytest_subprocess(*WITHOUT, "-n", "2", "-k", "fails or seed", timeout=PROGRAM_S)
 
     shown = re.findall(r"--sim-seed (\d+)", result.stdout.str())
     assert len(shown) == 2 and shown[0] == shown[1], shown
@@ -108,7 +110,7 @@ def test_workers_of_xdist_have_the_seed_that_the_header_shows(user: pytest.Pytes
 
 @pytest.mark.parametrize("runs", ["0", "-3"])
 def test_no_runs_are_refused(user: pytest.Pytester, runs: str) -> None:
-    result = user.runpytest_subprocess(*WITHOUT, "--sim-runs", runs, timeout=50)
+    result = user.runpytest_subprocess(*WITHOUT, "--sim-runs", runs, timeout=PROGRAM_S)
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert f"--sim-runs is {runs}, must be 1 or more" in result.stderr.str()
@@ -157,7 +159,7 @@ def test_a_seed_that_is_no_number_is_refused_in_words(user: pytest.Pytester, mon
 def test_a_coroutine_that_pytest_asyncio_takes_is_refused_in_words(user: pytest.Pytester) -> None:
     user.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
-    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "coroutine", timeout=50)
+    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "coroutine", timeout=PROGRAM_S)
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*crossrail.sim.run()*"])

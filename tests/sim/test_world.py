@@ -13,7 +13,7 @@ import pytest
 import crossrail as xr
 from crossrail import sim
 from tests.sim.workload import run_workload
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_log() -> None:
 def test_the_same_seed_gives_the_same_log_in_another_process() -> None:
     code = "from tests.sim.workload import run_workload; print(run_workload(11).digest)"
     child = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=PROGRAM_S, check=True
     )
 
     assert child.stdout.strip() == run_workload(11).digest

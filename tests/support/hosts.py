@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 from tests.support.process import REPOSITORY, PeerProcess
 
 CLONE_NEWNET = 0x40000000
@@ -282,7 +282,7 @@ def enter(fd: int) -> None:
 
 
 def run(command: str, text: str | None = None) -> str:
-    done = subprocess.run(command.split(), input=text, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command.split(), input=text, capture_output=True, text=True, timeout=PROGRAM_S)
     assert done.returncode == 0, f"{command}: {done.stderr.strip()}\n{text or ''}"
     return done.stdout
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 SLOWNESS = 3.0 if "CROSSRAIL_SANITIZER" in os.environ else 1.0  # of instrumented code
 
 WAIT_S = 20.0 * SLOWNESS  # any single wait that is expected to end well
+PROGRAM_S = 60.0 * SLOWNESS  # a program from its start to its end: on a loaded machine its imports alone take 20 s
 DEATH_S = 2.0 * SLOWNESS  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
 NEVER_S = 0.3  # how long we look before we believe that something does not happen
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support import hosts
 from tests.support.hosts import FORBIDDEN
 from tests.support.leaks import Snapshot
-from tests.support.limits import WAIT_S, eventually, never
+from tests.support.limits import PROGRAM_S, eventually, never
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.ports import FIRST, LAST, free_port
 from tests.support.process import REPOSITORY, PeerProcess
@@ -67,7 +67,7 @@ def test_failure_is_no_finding_of_what_runs_next(tmp_path: Path, reruns: int, sa
     command = [sys.executable, "-m", "pytest", "-c", str(REPOSITORY / "pyproject.toml"), "--rootdir", str(tmp_path)]
     command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "--reruns", str(reruns), "test_it.py"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50)
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PROGRAM_S)
     assert said in ran.stdout, ran.stdout + ran.stderr
 
 
@@ -125,7 +125,7 @@ def run_sample(folder: Path, *arguments: str, **variables: str) -> subprocess.Co
         [*command, str(folder / "test_sample.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=PROGRAM_S,
         cwd=REPOSITORY,
         env=os.environ | variables,
     )

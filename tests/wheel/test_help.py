@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.limits import WAIT_S
+from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY
 
 
@@ -23,7 +23,7 @@ def clone(tmp_path: Path) -> Path:
 
 def dev(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", str(clone / "dev"), *arguments]
-    return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=WAIT_S)
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=PROGRAM_S)
 
 
 @pytest.mark.parametrize("name", ["wheel", "vm"])
