@@ -169,7 +169,8 @@ def test_users_with_a_pid_namespace_each_reach_each_other_by_tcp() -> None:
     assert "refused" not in said
 
 
-# As in two rootless containers on the host's network: each user is alone in a user namespace, as `inside`.
+# As in rootless containers on the host's network: each user is alone in a user namespace, as `inside`. "unmapped": it
+# knows nobody. "host": no namespace.
 OF_ITS_OWN = """
     import ctypes, os, sys
     import crossrail as xr
@@ -182,10 +183,12 @@ OF_ITS_OWN = """
     os.setresgid(outside, outside, outside)
     os.setresuid(outside, outside, outside)
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # its maps are its own again
-    assert libc.unshare(CLONE_NEWUSER) == 0
-    open("/proc/self/uid_map", "w").write(f"{inside} {outside} 1")
-    open("/proc/self/setgroups", "w").write("deny")
-    open("/proc/self/gid_map", "w").write(f"{inside} {outside} 1")
+    if inside != "host":
+        assert libc.unshare(CLONE_NEWUSER) == 0
+    if inside not in ("host", "unmapped"):
+        open("/proc/self/uid_map", "w").write(f"{inside} {outside} 1")
+        open("/proc/self/setgroups", "w").write("deny")
+        open("/proc/self/gid_map", "w").write(f"{inside} {outside} 1")
     with xr.Engine("contained", rails=["127.0.0.1"]) as engine:
         if len(sys.argv) == 3:
             region = engine.alloc(64)
@@ -197,22 +200,23 @@ OF_ITS_OWN = """
             print(engine.explain(target.owner).reason)
 """
 
-
-@pytest.mark.skipif(
+needs_user_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0, reason="unshare"
 )
-@pytest.mark.parametrize("inside", [0, 65534, 1000])
-def test_users_with_a_user_namespace_each_reach_each_other_by_tcp(inside: int) -> None:
+
+
+def reason_between(server: tuple[int, str], client: tuple[int, str]) -> str:
+    """How the client, (user, number inside), reached the server."""
     # A process of several threads enters no user namespace.
     command = ["env", "OPENBLAS_NUM_THREADS=1", sys.executable, "-c", textwrap.dedent(OF_ITS_OWN)]
     served = subprocess.Popen(
-        [*command, "65532", str(inside)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        [*command, *map(str, server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
     )
     try:
         assert served.stdout is not None
         descriptor = served.stdout.readline().strip()
         answer = subprocess.run(
-            [*command, "65533", str(inside), descriptor],
+            [*command, *map(str, client), descriptor],
             capture_output=True,
             text=True,
             timeout=PROGRAM_S,
@@ -222,4 +226,29 @@ def test_users_with_a_user_namespace_each_reach_each_other_by_tcp(inside: int) -
     finally:
         served.kill()
         served.wait()
-    assert answer.stdout.startswith("it is on this host; no shm: it belongs to user 65534"), answer
+    return answer.stdout + answer.stderr
+
+
+@needs_user_namespaces
+@pytest.mark.parametrize("inside", ["0", "65534", "1000", "unmapped"])
+def test_users_with_a_user_namespace_each_reach_each_other_by_tcp(inside: str) -> None:
+    reason = reason_between(server=(65532, inside), client=(65533, inside))
+
+    assert reason.startswith("it is on this host; no shm: it belongs to user 65534"), reason
+
+
+@needs_user_namespaces
+@pytest.mark.parametrize("user", [0, 65533])
+@pytest.mark.parametrize("inside", ["65534", "unmapped"])
+def test_a_user_is_reached_by_tcp_in_a_user_namespace_that_does_not_know_him(user: int, inside: str) -> None:
+    reason = reason_between(server=(user, inside), client=(user, "host"))
+
+    assert "whom its user namespace does not know or calls nobody: shm is for processes of one user" in reason, reason
+
+
+@needs_user_namespaces
+@pytest.mark.parametrize("inside", ["0", "1000"])
+def test_a_user_is_reached_by_shared_memory_in_a_user_namespace_that_knows_him(inside: str) -> None:
+    reason = reason_between(server=(65533, inside), client=(65533, "host"))
+
+    assert reason.startswith("same host: shared memory"), reason

@@ -1,25 +1,22 @@
 #include "transport/shm/control.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <utility>
 
 #include "transport/identity.h"
 #include "transport/shm/control_connection.h"
+#include "transport/shm/peer_user.h"
 #include "util/clock.h"
 #include "util/codec.h"
 #include "util/errors.h"
@@ -50,55 +47,6 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   return address;
 }
 
-constexpr uid_t kRoot = 0;
-
-// The process at the other end of a unix socket; the ids of nobody if the kernel does not tell.
-ucred peer_of(int socket) {
-  ucred credentials{};
-  socklen_t length = sizeof credentials;
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) {
-    return {.pid = 0, .uid = static_cast<uid_t>(-1), .gid = static_cast<gid_t>(-1)};
-  }
-  return credentials;
-}
-
-std::string text_of_file(const char* path) {
-  const Fd file(open(path, O_RDONLY | O_CLOEXEC));
-  char text[64];
-  const ssize_t length = file ? read(file.get(), text, sizeof text) : 0;
-  return std::string(text, static_cast<size_t>(std::max<ssize_t>(length, 0)));
-}
-
-// Whether this uid stands for all users unknown to our user namespace: that of nobody, except in a namespace that knows
-// all.
-bool is_anybody(uid_t user) {
-  const std::string overflow = text_of_file("/proc/sys/kernel/overflowuid");
-  if (user != (overflow.empty() ? 65534 : std::strtoul(overflow.c_str(), nullptr, 10))) return false;
-  unsigned inside = 1, outside = 1, count = 0;
-  std::sscanf(text_of_file("/proc/self/uid_map").c_str(), "%u %u %u", &inside, &outside, &count);
-  return inside != 0 || outside != 0 || count != UINT32_MAX;
-}
-
-enum class UserNamespace { kOurs, kAnother, kUnknown };
-
-// The user namespace of a process, as far as it lets us look.
-UserNamespace user_namespace_of(pid_t pid) {
-  struct stat own{}, other{};
-  if (pid <= 0 || stat("/proc/self/ns/user", &own) != 0) return UserNamespace::kUnknown;
-  if (stat(("/proc/" + std::to_string(pid) + "/ns/user").c_str(), &other) != 0) return UserNamespace::kUnknown;
-  return own.st_ino == other.st_ino ? UserNamespace::kOurs : UserNamespace::kAnother;
-}
-
-bool is_our_user(const ucred& peer) {
-  return peer.uid == geteuid() && (!is_anybody(peer.uid) || user_namespace_of(peer.pid) == UserNamespace::kOurs);
-}
-
-// Whether root in our user namespace is an unprivileged user to that process.
-bool is_foreign_to_root(const ucred& peer) {
-  const UserNamespace of_peer = user_namespace_of(peer.pid);
-  return of_peer == UserNamespace::kAnother || (of_peer == UserNamespace::kUnknown && is_anybody(peer.uid));
-}
-
 // A pidfd for the process at the other end of a unix socket. Since Linux 6.5 the socket provides it, in any pid
 // namespace and even if the pid was reused; before, it is opened by pid, if the pid is visible here. -1: the kernel
 // provides none.
@@ -117,16 +65,6 @@ int pidfd_of(int socket, pid_t pid) {
 std::string why_forbidden(int error) {
   if (error != EACCES && error != EPERM) return {};
   return "what confines this process (AppArmor, SELinux, Landlock) forbids it to connect to the peer's unix socket";
-}
-
-// Empty: the engine behind our connected socket lets us in. See accept_some().
-std::string why_refused(int socket) {
-  const ucred peer = peer_of(socket);
-  if (is_our_user(peer) || (geteuid() == kRoot && !is_foreign_to_root(peer))) return {};
-  return "it belongs to user " + std::to_string(peer.uid) + (geteuid() == kRoot ? " of another user namespace" : "") +
-         ", and this process to user " + std::to_string(geteuid()) +
-         (peer.uid == geteuid() ? ", which is anybody's number in a user namespace that does not know all users" : "") +
-         ": shm is for processes of one user, and for root's";
 }
 
 }  // namespace
@@ -148,7 +86,7 @@ std::string why_refused(const Address& peer) {
     if (is_host_known || errno != ECONNREFUSED) return why_forbidden(errno);
     return "no engine here is that one, and /proc/sys/kernel/random/boot_id, which tells hosts apart, cannot be read";
   }
-  return why_refused(probe.get());
+  return why_not_let_in(probe.get());
 }
 
 std::string process_named(uint32_t pid) {
@@ -397,7 +335,7 @@ void Control::start_connect(Connection& connection) {
     }
     return;
   }
-  if (const std::string why = why_refused(connection.socket.get()); !why.empty()) {
+  if (const std::string why = why_not_let_in(connection.socket.get()); !why.empty()) {
     lose(connection, why + "; run both as one, or use transport='tcp'");
     return;
   }
@@ -469,7 +407,7 @@ void Control::accept_some() {
     }
     lack_told_ = false;
     // Whoever is let in gets our regions' memory on request.
-    if (const ucred peer = peer_of(fd.get()); !is_our_user(peer) && peer.uid != kRoot) {
+    if (const ucred peer = peer_of(fd.get()); !is_let_in(peer)) {
       if (length > sizeof name.sun_family) continue;  // by why_refused()
       tell_refused(peer.uid);
       continue;
