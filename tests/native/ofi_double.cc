@@ -256,6 +256,7 @@ ssize_t receive(fid_ep* object, void* buffer, size_t bytes, void* descriptor, fi
   for (const Receive& posted : endpoint->receives) {
     if (posted.context == context) g_world->violate("a receive posted twice");
   }
+  if (g_world->chance(g_world->settings.refuse_percent)) return -FI_EAGAIN;
   endpoint->receives.push_back({buffer, bytes, context});
   return 0;
 }
@@ -456,6 +457,10 @@ void LibfabricDouble::fail_towards(uint32_t device, int status) {
 }
 
 void LibfabricDouble::refuse_sends(int code) { world_->send_error = code; }
+
+void LibfabricDouble::refuse(uint32_t percent) { world_->settings.refuse_percent = percent; }
+
+void LibfabricDouble::refuse_registrations(int code) { world_->settings.register_error = code; }
 
 void LibfabricDouble::break_queue(uint32_t device) { world_->broken_queues.insert(device); }
 

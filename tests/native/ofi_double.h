@@ -19,7 +19,7 @@ struct DoubleSettings {
   bool offers_direct = true;
   size_t queue_entries_max = 8192;
   size_t transmit_size = 64;
-  uint32_t refuse_percent = 0;  // of posts: -FI_EAGAIN although there is room
+  uint32_t refuse_percent = 0;  // of posts and receives: -FI_EAGAIN although there is room
   uint32_t delay_max = 6;       // readings of the queue that an operation may wait
   bool takes_shm_option = true;
   bool offers_descriptor = false;  // of queues: efa-direct since 2.2, efa since 2.4
@@ -47,6 +47,8 @@ class LibfabricDouble {
   // What is sent to them fails with this status of the device (efa_errno.h), 0: nothing does.
   void fail_towards(uint32_t device, int status);
   void refuse_sends(int code);        // each message, with this code of libfabric's; 0: none
+  void refuse(uint32_t percent);      // of posts and receives from now on
+  void refuse_registrations(int code);
   void break_queue(uint32_t device);  // reading it fails from now on
   // As efa, whose receipt of a message that it has given us does not get through: an error of a receive that is over.
   void fail_receipt(uint32_t device);

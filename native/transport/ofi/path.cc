@@ -186,7 +186,13 @@ bool OfiPath::send(std::span<const uint8_t> head, std::span<const uint8_t> body)
 bool OfiPath::send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body) {
   const PacketHead packet{static_cast<uint32_t>(kind), peer_id_, number};
   if (!nic_.has_send_room()) return false;  // distinguished from a provider that accepts nothing
-  const ssize_t code = nic_.send_from(*nic_.transmit_of(*this), address_, this, packet, head, body);
+  ssize_t code = 0;
+  try {
+    code = nic_.send_from(*nic_.transmit_of(*this), address_, this, packet, head, body);
+  } catch (const TransportError& error) {  // a limit on locked memory: retried with the next packet
+    if (!is_ready_) break_by_itself(error.what());  // but without one there may be no path at all
+    return false;
+  }
   if (code == 0) {
     ++sends_out_;
     return true;
