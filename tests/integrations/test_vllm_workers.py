@@ -365,6 +365,10 @@ def test_other_prompts_are_refused_and_both_sides_say_so(
     words = "is another than" if tokens == TOKENS else "prompt has 29 tokens"
     said = [record for record in caplog.records if words in record.getMessage() and record.levelname != "INFO"]
     assert {record.module for record in said} == {"producer", "consumer"}
+    d.load("c", p, TOKENS, [5, 6, 7, 8])  # the prompt is still there for the decoder that it is for
+    d.until_received("c")
+    p.until_sent("a")
+    d.assert_holds("c", [5, 6, 7, 8], as_of="a")
 
 
 def test_what_the_scheduler_refused_fails_at_once(d: Side) -> None:

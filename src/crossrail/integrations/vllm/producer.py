@@ -4,7 +4,8 @@ An offer is a request's KV in our blocks. Decoders' ranks ask for it, each for i
 - during the forward pass: what is computed by then goes with the next step, the rest layer by layer (`live`);
 - after it: all at once (`late`), out of blocks that vLLM keeps for us meanwhile.
 It ends, and is reported once, when every rank of the decoder that asked has it or has withdrawn; when nobody was heard
-of for a lease; or when vLLM dropped it. In each case only after the last write out of its blocks has ended.
+of for a lease; or when vLLM dropped it. In each case only after the last write out of its blocks has ended. An ask that
+is refused, for another prompt for example, ends nothing: the decoder that it is for may still come.
 """
 
 from __future__ import annotations
@@ -271,9 +272,10 @@ class Producer:
 
     def _open(self, offer: _Offer, ask: _Ask, sender: KvSender) -> SendJob | None:
         """None: it cannot be sent, and the ask has ended."""
+        if why := self._unfit(offer, ask):
+            self._end(offer, ask, "failed", why, is_refused=True)
+            return None
         try:
-            if why := self._unfit(offer, ask):
-                raise UsageError(why)
             lease = foreign_lease(ask.target.request, offer.pages, self._layout.page_tokens)
             job = ask.job = sender.open(ask.target, lease)
         except UsageError as error:
@@ -308,11 +310,12 @@ class Producer:
         elif not ask.job.stopped:
             self._mailbox.spawn(ask.job.cancel(why), f"stopping {ask.target.request}")
 
-    def _end(self, offer: _Offer, ask: _Ask, state: m.Ended, detail: str) -> None:
+    def _end(self, offer: _Offer, ask: _Ask, state: m.Ended, detail: str, *, is_refused: bool = False) -> None:
         """No write for this ask is under way any more, nor will be."""
         name = ask.key[1]
         del offer.asks[ask.key]
-        offer.ended_ranks.add(parse_rank_name(name)[1])
+        if not is_refused:
+            offer.ended_ranks.add(parse_rank_name(name)[1])
         self._book.end(ask.key, ask.job, state, detail)
         self.counts[state] += 1
         if state == "failed":
@@ -363,6 +366,7 @@ class Producer:
         ask = _Ask(key, sender, target, dispatch.tokens, loop_time_s() + dispatch.timeout_s)
         refusal_words = offer.dropped or (offer.request and self._unfit(offer, ask))
         if refusal_words:
+            self._book.end(key, None, "failed", refusal_words)
             return m.DispatchRefused(*answer, m.clipped(refusal_words))
         offer.asks[key] = ask
         self._send_late(offer)
@@ -383,6 +387,8 @@ class Producer:
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
         key = self._book.key_of(sender, withdraw)
+        if key in self._book.ended:
+            return self._book.quiesced(key)
         transfer_id, rank, tp = parse_rank_name(withdraw.request)
         offer = self._by_transfer.get(transfer_id)
         ask = offer.asks.get(key) if offer is not None else None
