@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from crossrail._options import check_counts, check_seconds, check_waits
 from crossrail.kv.limits import SECONDS_MAX
 
+_FROM_ZERO = ("page_wait_s", "queue_s", "restarts_max")
+
 
 @dataclass(frozen=True)
-class NodeOptions:
+class _Options:
+    """Times in seconds (`..._s`) and counts; all are more than 0, except those of _FROM_ZERO."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = {field.name: getattr(self, field.name)}
+            if not field.name.endswith("_s"):
+                check_counts(0 if field.name in _FROM_ZERO else 1, **given)
+            elif field.name in _FROM_ZERO:
+                check_seconds(**given)
+            else:
+                check_waits(SECONDS_MAX, **given)
+
+
+@dataclass(frozen=True)
+class NodeOptions(_Options):
     """Options of prefillers and decoders.
 
     join_s: how long a router may take to answer. retry_s: pause before looking for a router again. lease_s: of the
@@ -39,21 +56,9 @@ class NodeOptions:
     page_wait_s: float = 30.0
     lease_s: float = 4.0
 
-    def __post_init__(self) -> None:
-        check_waits(SECONDS_MAX, join_s=self.join_s, retry_s=self.retry_s, probe_s=self.probe_s, lease_s=self.lease_s)
-        check_waits(
-            SECONDS_MAX,
-            prefiller_timeout_s=self.prefiller_timeout_s,
-            model_timeout_s=self.model_timeout_s,
-            answer_timeout_s=self.answer_timeout_s,
-        )
-        check_seconds(page_wait_s=self.page_wait_s)
-        check_counts(1, chunk_tokens=self.chunk_tokens, requests_max=self.requests_max)
-        check_counts(1, queue_max=self.queue_max, queue_tokens_max=self.queue_tokens_max)
-
 
 @dataclass(frozen=True)
-class RouterOptions:
+class RouterOptions(_Options):
     """Options of a router.
 
     heartbeat_s: how often nodes report. lease_s: a node that has not reported for this long is gone.
@@ -76,10 +81,3 @@ class RouterOptions:
     attempts_max: int = 8
     restarts_max: int = 2
     sweep_s: float = 0.25
-
-    def __post_init__(self) -> None:
-        check_waits(SECONDS_MAX, heartbeat_s=self.heartbeat_s, lease_s=self.lease_s, sweep_s=self.sweep_s)
-        check_waits(SECONDS_MAX, request_timeout_s=self.request_timeout_s, answer_timeout_s=self.answer_timeout_s)
-        check_seconds(queue_s=self.queue_s)
-        check_counts(1, requests_max=self.requests_max, tokens_max=self.tokens_max, attempts_max=self.attempts_max)
-        check_counts(0, restarts_max=self.restarts_max)
