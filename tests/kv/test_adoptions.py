@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.services import router_requests
-from crossrail.kv.services.router_requests import Adopted, Adoptions
+from crossrail.kv.services import adoptions as adoptions_module
+from crossrail.kv.services.adoptions import Adopted, Adoptions
 
 KEPT = 3
 END = m.End("length")
@@ -14,7 +14,7 @@ END = m.End("length")
 
 @pytest.fixture
 def adoptions(monkeypatch: pytest.MonkeyPatch) -> Adoptions:
-    monkeypatch.setattr(router_requests, "_ADOPTIONS_KEPT", KEPT)
+    monkeypatch.setattr(adoptions_module, "_ADOPTIONS_KEPT", KEPT)
     return Adoptions()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.services import router_requests as router_requests_module
+from crossrail.kv.services import adoptions as adoptions_module
 from crossrail.kv.services import to_router
 from crossrail.kv.services.router import Router
 from crossrail.kv.services.serving import Serving
@@ -162,7 +162,7 @@ async def test_what_runs_goes_on_however_much_ended_just_before(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next router remembers only so much of what has ended."""
-    monkeypatch.setattr(router_requests_module, "_ADOPTIONS_KEPT", 3)
+    monkeypatch.setattr(adoptions_module, "_ADOPTIONS_KEPT", 3)
     await start(cluster, token_s=SLOW_S)
     for index in range(5):
         await cluster.complete(prompt_of(9, index), m.Sampling(max_tokens=1), request=f"short {index}")

@@ -96,10 +96,10 @@ class EtcdRoster(Roster):
             raise NotRegistered(f"etcd has no record of this incarnation of node {record.node!r}")
         super().join(record, load, now_s)
 
-    def excuse(self, stood_s: float, now_s: float) -> None:
-        super().excuse(stood_s, now_s)
+    def excuse(self, frozen_s: float, now_s: float) -> None:
+        super().excuse(frozen_s, now_s)
         for name, since_s in self._missing_s.items():
-            self._missing_s[name] = min(since_s + stood_s, now_s)
+            self._missing_s[name] = min(since_s + frozen_s, now_s)
 
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
         for name, since_s in list(self._missing_s.items()):

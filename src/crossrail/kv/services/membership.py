@@ -120,7 +120,7 @@ class Membership(ABC):
     def leave(self, node: str, address: bytes) -> None:
         """A node leaves by itself. Does nothing for a node that is no member."""
 
-    def excuse(self, stood_s: float, now_s: float) -> None:  # noqa: B027
+    def excuse(self, frozen_s: float, now_s: float) -> None:  # noqa: B027
         """The router itself was frozen for so long: silence during that time says nothing about the nodes."""
 
     @abstractmethod
@@ -219,9 +219,9 @@ class Roster(Membership):
             for fn in self._gone:
                 fn(member, why)
 
-    def excuse(self, stood_s: float, now_s: float) -> None:
+    def excuse(self, frozen_s: float, now_s: float) -> None:
         for member in self.all():
-            member.heard_s = min(member.heard_s + stood_s, now_s)
+            member.heard_s = min(member.heard_s + frozen_s, now_s)
 
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
         for member in self.all():

@@ -2,9 +2,9 @@
 
 Life of a request here:
 1. admitted, unless `requests_max` are in progress (Overloaded).
-2. waits for its turn at a decoder (waiting.py), and is given to it together with the prefiller to ask. Decoders that
-   are busy or silent are passed over. For a request that has waited half of `queue_s` a decoder is kept: it accepts
-   nothing younger, from any router, until this request has left the queue.
+2. waits for its turn at a decoder (waiting.py), and is offered to it together with the prefiller to ask (offers.py).
+   Decoders that are busy or silent are passed over. For a request that has waited half of `queue_s` a decoder is kept:
+   it accepts nothing younger, from any router, until this request has left the queue.
 3. tokens come from the decoder, in order, resent until acknowledged.
 4. a decoder whose prefiller dies asks for another; the client notices only the delay.
 5. if its decoder dies or leaves, another one continues after the tokens received so far; for dead ones at most
@@ -25,21 +25,23 @@ from functools import partial
 from crossrail._closing import AsyncClosing
 from crossrail._options import check_seconds, check_timeout
 from crossrail.control.deadlines import loop_time_s
-from crossrail.control.mailbox import Mailbox, NoAnswer
-from crossrail.control.wire import Unreachable
+from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
 from crossrail.kv.model import Tokens
 from crossrail.kv.services.absence import Absence
+from crossrail.kv.services.adoptions import Adopted, Adoptions
 from crossrail.kv.services.membership import Member, Membership, Roster, refuse
+from crossrail.kv.services.models_seen import ModelsSeen
+from crossrail.kv.services.offers import Offers
 from crossrail.kv.services.options import RouterOptions as RouterOptions
-from crossrail.kv.services.placement import ModelsSeen, Placement, prefix_names
+from crossrail.kv.services.placement import Placement, prefix_names
 from crossrail.kv.services.redispatch import Redispatch, nobody_waits
-from crossrail.kv.services.router_requests import Adopted, Adoptions, Chunk, Ends, Running
+from crossrail.kv.services.router_requests import Chunk, Ends, Running
 from crossrail.kv.services.tracing import checked
 from crossrail.kv.services.underway import Underway
-from crossrail.kv.services.waiting import Refusal, Waiter, Waiting
+from crossrail.kv.services.waiting import Waiting
 
 log = logging.getLogger("crossrail.kv")
 
@@ -50,8 +52,6 @@ _REFUSED: dict[type[CrossrailError], str] = {
     Overloaded: "overloaded",
     Unavailable: "unavailable",
 }
-# How a request ends whose decoder is gone, if no other can be had.
-_ENDS: dict[type[CrossrailError], m.EndReason] = {Overloaded: "overloaded", Unavailable: "unavailable"}
 
 
 class Router(AsyncClosing):
@@ -91,6 +91,10 @@ class Router(AsyncClosing):
         self._redispatch = Redispatch(self._placement)
         self._models = ModelsSeen(self.roster)
         self._absence = Absence(name, self.roster)
+        self._offers = Offers(
+            mailbox, self.roster, self._absence, self._placement, self._waiting, self._running, self.counts,
+            lambda: self.options,
+        )  # fmt: skip
         self.roster.on_gone(self._on_gone)
         mailbox.handle(m.Join, self._on_join)
         mailbox.handle(m.Heartbeat, self._on_heartbeat)
@@ -192,7 +196,7 @@ class Router(AsyncClosing):
         timer = loop.call_at(running.deadline_at_s, running.chunks.time_is_up)  # one timer for all chunks
         try:
             try:
-                await self._place(running)
+                await self._offers.place(running)
             except CrossrailError as error:
                 self.counts[_outcome(error)] += 1
                 log.info("request %s found no place: %s", running.request, error)
@@ -216,7 +220,7 @@ class Router(AsyncClosing):
         running.end = m.End("stop", why)  # also if everything is here already, and it has not looked at the rest
         if not running.ended:
             running.ended = True
-            self._cancel(running, why)
+            self._offers.cancel(running, why)
 
     def _admit(
         self, prompt: Tokens, sampling: m.Sampling, model: str | None, request: str | None, timeout_s: float | None
@@ -247,141 +251,11 @@ class Router(AsyncClosing):
     def _knows(self, request: str) -> bool:
         return request in self._running or any(known.get(request) is not None for known in (self._ended, self._adopted))
 
-    async def _place(self, running: Running) -> None:
-        """Finds a decoder that accepts the request; returns early if the request has ended meanwhile."""
-        try:
-            await self._try_to_place(running)
-        finally:
-            kept = self._placement.release(running)
-            decoder = None if kept is None else self._decoder_at(kept)
-            if kept is not None:
-                self._waiting.news(kept)
-            if decoder is not None and decoder is not running.decoder:
-                # Let others have it at once. A decoder with an offer in flight learns of this from the offer, or from
-                # its cancel.
-                cancel = m.Cancel(running.request, "it waits here no more", 0)
-                self._mailbox.spawn(self._tell_cancelled(decoder, cancel), "giving up kept room")
-
-    async def _try_to_place(self, running: Running) -> None:
-        begun_s, queue_s = loop_time_s(), self.options.queue_s
-        give_up_s, grace_s = min(begun_s + queue_s, running.deadline_at_s), self.options.answer_timeout_s
-        with self._waiting.queued(running, begun_s + queue_s / 2) as waiter:
-            while (decoder := await self._waiting.turn(waiter, give_up_s, grace_s)) is not None:
-                refusal = await self._offer(running, decoder)
-                self._waiting.answered(waiter, refusal)
-                if refusal is None:
-                    return
-            if not running.ended:
-                self._give_up(waiter)
-
-    def _give_up(self, waiter: Waiter) -> None:
-        """Raises why no decoder has accepted it, or ends it if its own time is up."""
-        running = waiter.running
-        decoders = [member for member in self.roster.members("decoder") if member.load.takes_requests]
-        if not any(running.model in (None, member.record.model) for member in decoders):
-            said = f"; the last one said: {waiter.why}" if waiter.why else ""
-            raise Unavailable(self._absence.of_decoders(running.model) + said)
-        lacking = self._waiting.lacks_prefiller(waiter)
-        why = waiter.why or self._waiting.why_not(waiter)
-        if lacking:
-            why = self._absence.of_prefillers(lacking, running.prefill_tokens)
-        if loop_time_s() >= running.deadline_at_s:
-            running.finish("deadline", f"no node took it before its time was up; the last one said: {why}")
-            return
-        if lacking:
-            raise Unavailable(why)
-        raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
-
-    async def _offer(self, running: Running, decoder: Member) -> Refusal | None:
-        """None if the decoder has accepted it."""
-        prefiller = None
-        context = running.context
-        if len(context) > 1:
-            able = self._placement.prefillers(running, decoder.record.model)
-            if not able:
-                self._waiting.prefillers_changed()
-                return Refusal(self._absence.of_prefillers(decoder.record.model, running.prefill_tokens))
-            prefiller = self._placement.best(able, running)
-        generated, now_s = len(running.tokens), loop_time_s()
-        running.offer_to(decoder)
-        start = m.Start(
-            running.request,
-            m.pack_tokens(context),
-            running.sampling,
-            max(running.deadline_at_s - now_s, 0.0),
-            None if prefiller is None else prefiller.record.ref,
-            running.placement,
-            generated,
-            running.traceparent,
-            self._placement.is_kept_for(decoder, running),
-            now_s - running.came_s,
-            now_s - running.waits_s,
-        )
-        try:
-            with self._placement.offered(prefiller, len(running.prompt)):
-                answer = await self._mailbox.ask(
-                    decoder.address, start, (m.Started, m.StartRefused), self.options.answer_timeout_s
-                )
-        except (Unreachable, NoAnswer) as error:
-            if len(running.tokens) == generated and not running.ended:
-                # It may have begun all the same: whatever it sends is refused from now on, which ends the request
-                # there.
-                self._cancel(running, "it was given to another decoder")
-                self._not_taken(running)
-                running.attempt += 1
-                # Believed for longer: otherwise the first in line would be offered to a silent decoder again and again.
-                long_s = self.options.answer_timeout_s if isinstance(error, NoAnswer) else None
-                return Refusal(f"node {decoder.name!r}: {error}", long_s)
-            answer = m.Started(running.request)  # only late
-        if isinstance(answer, m.StartRefused):
-            self._not_taken(running)
-            if answer.is_duplicate:
-                raise DuplicateRequest(answer.reason)
-            if not answer.busy:
-                raise UsageError(answer.reason)
-            return Refusal(answer.reason)
-        if self._running.get(running.request) is running:  # otherwise its client has left, and the decoder was told
-            self._placement.give(running, decoder, prefiller)
-            if running.given_up is not None:
-                self._on_decoder_gone(running, decoder, running.given_up)
-            elif not any(member is decoder for member in self.roster.members("decoder")):
-                self._on_decoder_gone(running, decoder, f"node {decoder.name!r} went as it took the request")
-        return None
-
-    def _not_taken(self, running: Running) -> None:
-        """The decoder has not accepted it, but may have asked for another prefiller all the same."""
-        self._placement.take_back(running)
-        running.decoder = None
-
-    def _on_decoder_gone(self, running: Running, decoder: Member, why: str) -> None:
-        """Lets another decoder continue, unless too many have died, maybe because of this request."""
-        self._placement.take_back(running)
-        running.decoder = None
-        if running.ended:
-            return
-        if not decoder.has_left:
-            if running.restarts >= self.options.restarts_max:
-                running.finish("error", f"its decoder is gone: {why}; so were {running.restarts} before")
-                return
-            running.restarts += 1
-        running.attempt += 1
-        running.waits_s = loop_time_s()
-        self.counts["restarted"] += 1
-        log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
-        self._mailbox.spawn(self._restart(running, why), "restarting a request")
-
-    async def _restart(self, running: Running, why: str) -> None:
-        try:
-            await self._place(running)
-        except CrossrailError as error:
-            ends = _ENDS.get(type(error), "error")
-            running.finish(ends, f"its decoder is gone: {why}; nobody else goes on with it: {error}")
-
     async def _next_chunk(self, running: Running) -> Chunk:
         if (chunk := await running.chunks.take()) is not None:
             return chunk
         running.ended = True
-        self._cancel(running, "its time is up")
+        self._offers.cancel(running, "its time is up")
         return Chunk([], m.End("deadline", "the router's time for it was up"))
 
     def _drop(self, running: Running) -> None:
@@ -390,7 +264,7 @@ class Router(AsyncClosing):
             return
         if not running.ended:
             running.ended = True
-            self._cancel(running, "the client is gone")
+            self._offers.cancel(running, "the client is gone")
         end = running.end or m.End("cancelled", "the client is gone")
         self.counts[end.reason] += 1
         log.info(
@@ -403,23 +277,7 @@ class Router(AsyncClosing):
         if running.decoder is not None:
             self._waiting.news(running.decoder.address)
 
-    def _cancel(self, running: Running, why: str) -> None:
-        if running.decoder is not None:
-            cancel = m.Cancel(running.request, why, running.placement)
-            self._mailbox.spawn(self._tell_cancelled(running.decoder, cancel), "cancelling")
-
-    async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
-        try:
-            await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
-        except (Unreachable, NoAnswer) as error:
-            # When the node comes back it offers tokens, and learns then that nobody wants them.
-            log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
-
     # --- what nodes say ---
-
-    def _decoder_at(self, address: bytes) -> Member | None:
-        member = self.roster.at(address)
-        return member if member is not None and member.record.role == "decoder" else None
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
         if join.record.address != sender:
@@ -430,10 +288,10 @@ class Router(AsyncClosing):
         except UsageError as refusal:
             log.warning("refused: %s", refusal)
             return m.JoinRefused(m.clipped(refusal))
-        going = len(join.running) - join.ended
+        in_progress = len(join.running) - join.ended
         for index, request in enumerate(join.running):
             if request not in self._running and self._ended.get(request) is None:
-                self._adopted.add(request, sender, has_ended=index >= going)
+                self._adopted.add(request, sender, has_ended=index >= in_progress)
         member = self.roster.at(sender)
         if member is not None and join.number > member.join_number:
             if not member.join_number:
@@ -453,7 +311,7 @@ class Router(AsyncClosing):
         there = set(join.running)
         for running in self._running.values():
             if running.decoder is member and running.is_charged and running.request not in there:
-                self._on_decoder_gone(running, member, f"node {member.name!r} has it no more")
+                self._offers.restart(running, member, f"node {member.name!r} has it no more")
 
     async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
         member = self.roster.at(sender)
@@ -486,7 +344,7 @@ class Router(AsyncClosing):
             if gone is not None and not running.is_charged:
                 running.given_up = gone.detail  # the acceptance itself has not arrived yet
             elif gone is not None:
-                self._on_decoder_gone(running, running.decoder, gone.detail)
+                self._offers.restart(running, running.decoder, gone.detail)
             elif running.tokens and running.prefiller is not None:
                 self._placement.assign(running, None)  # with the first token the prefiller has done its part
             return not running.ended or tokens.end is not None
@@ -503,7 +361,7 @@ class Router(AsyncClosing):
         return answer
 
     def _adopted_as_running(self, lost: m.PrefillerLost, sender: bytes) -> Running | None:
-        decoder = self._decoder_at(sender)
+        decoder = self.roster.at(sender)
         return None if decoder is None else self._adopted.as_running(lost, decoder)
 
     def _on_gone(self, member: Member, why: str) -> None:
@@ -517,7 +375,7 @@ class Router(AsyncClosing):
                 self._placement.assign(running, None)
             # A request that was merely offered to it goes to another decoder when the offer remains unanswered.
             if running.decoder is member and running.is_charged:
-                self._on_decoder_gone(running, member, why)
+                self._offers.restart(running, member, why)
 
     async def _sweep(self) -> None:
         while True:
@@ -526,8 +384,8 @@ class Router(AsyncClosing):
 
     def _look_after_members(self) -> None:
         now_s = loop_time_s()
-        if (stood_s := now_s - self._looked_s - self.options.sweep_s) > 0:
-            self.roster.excuse(stood_s, now_s)
+        if (frozen_s := now_s - self._looked_s - self.options.sweep_s) > 0:
+            self.roster.excuse(frozen_s, now_s)
         self._looked_s = now_s
         self.roster.sweep(now_s, self._mailbox.wire.is_lost)
         self._models.look(now_s, self.options.queue_s)
