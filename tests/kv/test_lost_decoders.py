@@ -231,13 +231,13 @@ async def test_request_that_waits_for_pages_of_a_decoder_whose_model_hangs_goes_
     assert isinstance(d0, Decoder)
     await asyncio.wait_for(cluster.joined(), WAIT_S)
     monkeypatch.setattr(prefiller(cluster), "_too_busy", lambda: "it is full")
-    reserve_again, lacks_pages = d0._reserve_again, asyncio.Event()
+    reserve_again, lacks_pages = d0.pages._reserve_again, asyncio.Event()
 
     async def watched(serving: Serving) -> None:
         lacks_pages.set()
         await reserve_again(serving)
 
-    monkeypatch.setattr(d0, "_reserve_again", watched)
+    monkeypatch.setattr(d0.pages, "_reserve_again", watched)
     long, late_prompt, prompt = m.Sampling(max_tokens=300, ignore_end=True), prompt_of(250), prompt_of(1)
     late = asyncio.ensure_future(cluster.complete(late_prompt, GREEDY))
     await until(lambda: cluster.router.counts["redispatched"], "it was refused, and gave its pages back")

@@ -173,7 +173,7 @@ async def without_pages(
         decoder.model.step = held_step
         other = asyncio.ensure_future(cluster.complete(prompt_of(1), m.Sampling(250, ignore_end=True)))
         await until(lambda: any(len(s.tokens) >= 200 for s in decoder._servings.values()), "pages are out")
-    await until(lambda: decoder._lacking, "there are no pages for it")
+    await until(lambda: decoder.pages.lacking, "there are no pages for it")
     yield late
     goes_on.set()
     await asyncio.gather(other, *requests)
@@ -200,22 +200,22 @@ async def test_nothing_new_comes_between_two_requests_that_need_pages_again(clus
     waiting = []
     for name in ("r1", "r2"):
         serving = Serving(name, decoder.links[0], b"", 1, prompt_of(9), GREEDY, Timeline(loop.time), None, NO_NAMES)
-        waiting.append(asyncio.ensure_future(decoder._pages_of(serving)))
-    await until(decoder._turn.locked, "they wait")
-    reserve, said = decoder._reserve, list[str]()
+        waiting.append(asyncio.ensure_future(decoder.pages.of(serving)))
+    await until(decoder.pages._turn.locked, "they wait")
+    reserve, said = decoder.pages.reserve, list[str]()
 
     def reserve_and_look(*arguments: Any) -> Reception:
         reception = reserve(*arguments)
         loop.call_soon(lambda: said.append(decoder._too_busy()))  # before the next one knows that it is its turn
         return reception
 
-    decoder._reserve = reserve_and_look  # type: ignore[method-assign]
+    decoder.pages.reserve = reserve_and_look  # type: ignore[method-assign]
     everything.release()
-    decoder._report_room()
+    decoder.pages.report_room()
     for reception in await asyncio.gather(*waiting):
         reception.release()
     assert "has requests that wait for pages" in said[0]
-    decoder._reserve = reserve  # type: ignore[method-assign]
+    decoder.pages.reserve = reserve  # type: ignore[method-assign]
     await assert_still_serves(cluster)
 
 
@@ -224,13 +224,13 @@ async def test_pages_that_are_had_again_have_a_name_that_no_client_has(cluster: 
     async with without_pages(cluster, longest) as late:
         decoder, names = cluster.nodes["d0"], []
         assert isinstance(decoder, Decoder)
-        reserve = decoder._reserve
+        reserve = decoder.pages.reserve
 
         def watched(name: str, *arguments: Any) -> Reception:
             names.append(name)
             return reserve(name, *arguments)
 
-        decoder._reserve = watched  # type: ignore[method-assign]
+        decoder.pages.reserve = watched  # type: ignore[method-assign]
     assert (await late)[0] == await monolithic(prompt_of(250, seed=4), GREEDY)
     assert names and all(len(name) > 128 for name in names) and len(set(names)) == len(names)
     await assert_still_serves(cluster)
@@ -267,7 +267,7 @@ async def test_prompt_without_pages_for_long_is_told_to_come_later(cluster: Clus
 async def test_client_that_leaves_while_its_request_waits_for_pages_leaves_none_behind(cluster: Cluster) -> None:
     async with without_pages(cluster) as late:
         late.cancel()
-        await until(lambda: not cluster.nodes["d0"]._lacking, "nobody waits")
+        await until(lambda: not cluster.nodes["d0"].pages.lacking, "nobody waits")
     await assert_still_serves(cluster)
 
 

@@ -315,7 +315,7 @@ async def test_request_that_waits_for_the_word_of_a_router_that_is_gone_takes_no
         other = asyncio.ensure_future(second.complete(PROMPT[:50], long))
         await until(lambda: decoder.load().requests, "another runs in its place")
         router = cluster.add_router("router-again")
-        await until(lambda: decoder._lacking, "it is to go on")
+        await until(lambda: decoder.pages.lacking, "it is to go on")
         while not other.done():
             assert sum(serving.reception is not None for serving in decoder._servings.values()) <= 1
             await asyncio.sleep(0.002)

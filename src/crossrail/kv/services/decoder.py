@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from msgspec import structs
 
 from crossrail._latest import Latest
-from crossrail.control.deadlines import loop_time_s, set_in_time
-from crossrail.control.mailbox import Mailbox
+from crossrail.control.deadlines import loop_time_s
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, NoPages
 from crossrail.kv.foreign import exceptions_only
-from crossrail.kv.model import Model, Tokens, generate
+from crossrail.kv.model import Tokens, generate
+from crossrail.kv.services.decoder_pages import DecoderPages
 from crossrail.kv.services.fetch import Fetcher
 from crossrail.kv.services.kept_room import KeptRoom
 from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
-from crossrail.kv.services.node import FindRouter, Node, NodeOptions, RequestsOf, RouterLink
+from crossrail.kv.services.node import Node, RequestsOf, RouterLink
 from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.to_router import ToRouter
@@ -40,7 +40,6 @@ from crossrail.kv.services.tracing import RequestSpan
 from crossrail.kv.transfer.layout import KvLayout, compatible
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PageState
-from crossrail.kv.transfer.prefix import PageNames, page_hashes
 from crossrail.kv.transfer.receiver import KvReceiver
 from crossrail.kv.transfer.reception import Reception
 
@@ -55,7 +54,6 @@ _TIMELINE_WAIT_S = 0.2
 # For how long room is kept, on top of the time its router may wait for another decoder's answer before asking again.
 _KEPT_S = 1.0
 _NO_FAILURE: tuple[m.EndReason, ...] = ("stop", "length", "cancelled")
-_NAME_SHOWN = 28  # characters of at most four bytes, so that a name of 129 characters takes at most 256 bytes
 
 
 class Decoder(Node):
@@ -63,39 +61,27 @@ class Decoder(Node):
 
     role: m.Role = "decoder"
 
-    def __init__(
-        self,
-        name: str,
-        mailbox: Mailbox,
-        model: Model,
-        ranks: Mapping[int, RankMemory],
-        find_routers: Sequence[FindRouter],
-        options: NodeOptions | None = None,
-    ) -> None:
-        super().__init__(name, mailbox, model, ranks, find_routers, options)
+    def _set_up(self, ranks: Mapping[int, RankMemory]) -> None:
         self.receiver = KvReceiver(
-            model.layout,
+            self.model.layout,
             [ranks[rank] for rank in sorted(ranks)],
             self.pool,
-            tail_bytes=model.tail_bytes,
+            tail_bytes=self.model.tail_bytes,
             # Quarantined requests keep their slots while others take their place.
             tail_slots=2 * self.options.requests_max,
         )
-        self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._report_room)
         self._servings: dict[str, Serving] = {}
+        self.pages = DecoderPages(self, self.receiver, self._servings)
+        self._fetcher = Fetcher(self.mailbox, self.options, self.receiver, self.pages.report_room)
         self._untold: dict[str, Serving] = {}  # of these, the ended ones, in the order in which they ended
         self._ended: Latest[str, int] = Latest(_ENDED_KEPT)  # the latest placement of each ended request
         self._told = Told(_TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES)
-        self._replacements = 0
-        self._lacking = 0  # number of requests that need pages again
-        self._turn = asyncio.Lock()  # serialises these requests, first come, first served
-        self._room = asyncio.Event()  # set when pages were released
         self._kept_room = KeptRoom(self.options.answer_timeout_s + _KEPT_S)
-        self._to_router = ToRouter(mailbox, self.options, self._let_go_of_pages)
-        self._model_watch = ModelWatch(name, self.options.model_timeout_s, "has computed no token")
+        self._to_router = ToRouter(self.mailbox, self.options, self.pages.let_go)
+        self._model_watch = ModelWatch(self.name, self.options.model_timeout_s, "has computed no token")
         self._held_by_model: set[asyncio.Task[m.End]] = set()  # requests that have ended except for a call of the model
-        mailbox.handle(m.Start, self._on_start)
-        mailbox.handle(m.Cancel, self._on_cancel)
+        self.mailbox.handle(m.Start, self._on_start)
+        self.mailbox.handle(m.Cancel, self._on_cancel)
 
     def start(self) -> None:
         super().start()
@@ -184,7 +170,7 @@ class Decoder(Node):
             context = m.unpack_tokens(start.tokens)
             self._check(start, context)
             left = start.sampling.max_tokens - start.generated
-            self._check_size(context, left)
+            self.pages.check_size(context, left)
             link = next((link for link in self.links if link.address == sender), None)
             busy = self._kept_for_another(sender, start) or self._too_busy()
             if link is None:  # its answer to our Join is late, or we have left it
@@ -192,8 +178,8 @@ class Decoder(Node):
             if busy or link is None:
                 return m.StartRefused(start.request, busy, busy=True)
             # Last, because it makes room by evicting cached pages.
-            names = self._names(context)
-            reception = self._reserve(start.request, context, left, names)
+            names = self.pages.names(context)
+            reception = self.pages.reserve(start.request, context, left, names)
         except NoPages as error:
             # Without the request's name: the router repeats this for other requests, which need no less.
             return m.StartRefused(start.request, m.clipped(f"node {self.name!r}: {error.why}"), busy=True)
@@ -202,7 +188,7 @@ class Decoder(Node):
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
         if self._kept_room.start(sender, start.request):
-            self._report_room()
+            self.pages.report_room()
         timeline = _timeline(start)
         serving = Serving(
             start.request, link, sender, start.placement, context, start.sampling, timeline, reception, names
@@ -247,7 +233,7 @@ class Decoder(Node):
             return why
         if self._held_by_model:
             return f"the model of node {self.name!r} hung, and has not let go of {len(self._held_by_model)} requests"
-        if self._lacking:
+        if self.pages.lacking:
             return f"node {self.name!r} has requests that wait for pages"
         if (active := len(self._active())) >= self.options.requests_max:
             return f"node {self.name!r} serves {active} requests, which is its most"
@@ -259,14 +245,14 @@ class Decoder(Node):
         """
         now_s = loop_time_s()
         if start.has_waited and self._kept_room.ask(router, start.request, now_s):
-            self._report_room()
+            self.pages.report_room()
         if self._kept_room.is_for_another(router, start.request, now_s):
             return f"node {self.name!r} is kept for a request that has waited longer"
         return ""
 
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
         if self._kept_room.end(sender, cancel.request):
-            self._report_room()
+            self.pages.report_room()
         if not cancel.placement:  # it was never placed here, so its name is still unused
             return m.Taken(wanted=False)
         serving = self._servings.get(cancel.request)
@@ -280,79 +266,6 @@ class Decoder(Node):
         serving.is_unwanted = serving.is_unwanted or sender == serving.router
         serving.stop("cancelled", cancel.reason)
         return m.Taken()
-
-    # --- pages ---
-
-    def _check_size(self, context: Tokens, left: int) -> None:
-        """UsageError if there can never be enough pages."""
-        wanted = self.model.layout.pages_of(len(context) + left)
-        if wanted > self.pool.pages:
-            raise UsageError(
-                f"{len(context)} + {left} tokens take {wanted} pages, node {self.name!r} has {self.pool.pages}"
-            )
-
-    def _reserve(self, request: str, context: Tokens, left: int, names: PageNames) -> Reception:
-        """NoPages if there are too few now."""
-        return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=names)
-
-    def _names(self, context: Tokens) -> PageNames:
-        """The names of the pages that a prefiller fills: the last token is run here."""
-        return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
-
-    async def _pages_of(self, serving: Serving) -> Reception:
-        """The request's pages if it has any, otherwise new ones as soon as there are enough."""
-        reception = serving.reception
-        if reception is None:
-            begun = serving.timeline.now()
-            self._lacking += 1
-            serving.lacks_pages = True
-            try:
-                await serving.unless_stopped(self._reserve_again(serving))
-            finally:
-                self._lacking -= 1
-                serving.lacks_pages = False
-            serving.timeline.add("pages", begun)
-            reception = serving.reception
-        assert reception is not None
-        return reception
-
-    async def _reserve_again(self, serving: Serving) -> None:
-        """For a request that lost its pages: waits for its turn, for enough pages, and for a free place, since another
-        request may have taken its own.
-        """
-        give_up_s = serving.timeline.now() + self.options.page_wait_s
-        async with self._turn:
-            while True:
-                self._room.clear()
-                having = sum(other.reception is not None for other in self._servings.values())
-                why = f"it serves {having} requests, which is its most"
-                if having < self.options.requests_max:
-                    try:
-                        name = self._new_name(serving)
-                        serving.reception = self._reserve(name, serving.context, serving.left, serving.names)
-                        return
-                    except NoPages as error:
-                        why = error.why
-                if (left_s := give_up_s - serving.timeline.now()) <= 0:
-                    long = f"node {self.name!r} had no pages for it again within {self.options.page_wait_s:g} s"
-                    raise Stopped("overloaded", f"{long}: {why}")
-                await set_in_time(self._room, left_s)
-
-    def _new_name(self, serving: Serving) -> str:
-        """A name for its pages while quarantined ones may hold its own. Longer than any name a message can carry."""
-        self._replacements += 1
-        return f"{serving.request[:_NAME_SHOWN]} again {self._replacements}".ljust(m.NAME_CHARS_MAX + 1)
-
-    def _give_back(self, serving: Serving) -> None:
-        """Releases its pages, unless somebody may still write there; then quarantine handles them."""
-        reception, serving.reception = serving.reception, None
-        if reception is not None and reception.state in (PageState.RESERVED, PageState.IN_USE):
-            reception.release()
-            self._room.set()  # so that those who wait for pages need not wait until the router has heard of this one
-
-    def _report_room(self) -> None:
-        self._room.set()
-        self._report_soon()
 
     # --- serving ---
 
@@ -380,7 +293,7 @@ class Decoder(Node):
             end.detail and f": {end.detail}",
         )  # fmt: skip
         self._untold[serving.request] = serving
-        self._report_room()
+        self.pages.report_room()
         self._let_go_of_untold()
         span.end("" if end.reason in _NO_FAILURE else end.detail or end.reason)
         await asyncio.wait([delivery])
@@ -391,7 +304,7 @@ class Decoder(Node):
         self._count_active(len(self._servings))
 
     def _on_worked(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
-        self._give_back(serving)
+        self.pages.give_back(serving)
         if not working.cancelled():
             working.exception()  # mark as retrieved: nobody looks at a cancelled task's exception
 
@@ -438,7 +351,7 @@ class Decoder(Node):
             log.error("request %s, which was handed over, failed: %s", serving.request, error, exc_info=trace)
         if not self._held_by_model:
             log.warning("the model of node %r has let go of all requests that were handed over", self.name)
-        self._report_room()
+        self.pages.report_room()
 
     def _let_go_of_untold(self) -> None:
         if (over := len(self._untold) - _UNTOLD_KEPT) > 0:
@@ -508,20 +421,14 @@ class Decoder(Node):
                 return reception, (prefiller, attempt)
             except PrefillerGone as gone:
                 if gone.busy:
-                    self._let_go_of_pages(serving)
+                    self.pages.let_go(serving)
                 serving.timeline.add(f"lost attempt {attempt}", begun)
                 who = (prefiller.node, prefiller.address)
                 lost = m.PrefillerLost(serving.request, attempt, *who, m.clipped(gone), serving.placement, gone.busy)
             begun = serving.timeline.now()
             prefiller, attempt = await self._to_router.another_prefiller(serving, lost, deadline_at_s)
             serving.timeline.add(f"another prefiller {attempt}", begun)
-            reception = await self._pages_of(serving)
-
-    def _let_go_of_pages(self, serving: Serving) -> None:
-        """Releases the pages between two attempts, while nothing is written to them."""
-        if serving.reception is not None:
-            self._give_back(serving)
-            self._report_room()
+            reception = await self.pages.of(serving)
 
     def _remember_ended(self, request: str, placement: int) -> None:
         self._ended[request] = max(placement, self._ended.get(request, 0))

@@ -209,10 +209,15 @@ class Node(AsyncClosing):
         self._link_tasks: dict[RouterLink, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._set_up(ranks)
 
     def __repr__(self) -> str:
         state = "draining" if self.draining else f"of {sum(link.joined.is_set() for link in self.links)} routers"
         return f"<{type(self).__name__} {self.name!r} with {self.model.name}, {state}>"
+
+    @abstractmethod
+    def _set_up(self, ranks: Mapping[int, RankMemory]) -> None:
+        """What the constructor does for this kind of node, at its end."""
 
     @abstractmethod
     def load(self) -> m.Load:
@@ -257,7 +262,7 @@ class Node(AsyncClosing):
         """Accepts nothing new, waits until everything here has ended, and leaves. False if that took too long."""
         check_seconds(timeout_s=timeout_s)
         self.draining = True
-        self._report_soon()
+        self.report_soon()
         ended = await set_in_time(self._idle, timeout_s)
         await self._leave()
         return ended
@@ -269,7 +274,7 @@ class Node(AsyncClosing):
     async def _leave(self) -> None:
         await asyncio.gather(*(link.leave() for link in self.links))
 
-    def _report_soon(self) -> None:
+    def report_soon(self) -> None:
         """Reports to all routers soon."""
         for link in self.links:
             link.report_soon()

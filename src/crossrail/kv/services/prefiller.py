@@ -15,22 +15,21 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
 import crossrail as xr
 from crossrail.control.deadlines import set_in_time
-from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
 from crossrail.kv.foreign import exceptions_only
-from crossrail.kv.model import Model, Tokens
+from crossrail.kv.model import Tokens
 from crossrail.kv.services.attempts import AttemptBook, Key
 from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
-from crossrail.kv.services.node import FindRouter, Node, NodeOptions
+from crossrail.kv.services.node import Node
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.tracing import RequestSpan
 from crossrail.kv.transfer.job import SendJob
@@ -81,31 +80,22 @@ class Prefiller(Node):
 
     role: m.Role = "prefiller"
 
-    def __init__(
-        self,
-        name: str,
-        mailbox: Mailbox,
-        model: Model,
-        ranks: Mapping[int, RankMemory],
-        find_routers: Sequence[FindRouter],
-        options: NodeOptions | None = None,
-    ) -> None:
-        super().__init__(name, mailbox, model, ranks, find_routers, options)
-        self.sender = KvSender(model.layout, ranks)
-        self._tails: xr.Region = ranks[0].engine.alloc(max(_TAIL_SLOTS * model.tail_bytes, 1))
+    def _set_up(self, ranks: Mapping[int, RankMemory]) -> None:
+        self.sender = KvSender(self.model.layout, ranks)
+        self._tails: xr.Region = ranks[0].engine.alloc(max(_TAIL_SLOTS * self.model.tail_bytes, 1))
         self._free_tails = list(range(_TAIL_SLOTS))
         self._queue: deque[_Work] = deque()
         self._queued = asyncio.Event()
         self._is_closing = False
         self._works: dict[Key, _Work] = {}
         self._numbers = itertools.count(1)
-        self._book = AttemptBook(mailbox, _ENDED_KEPT)
+        self._book = AttemptBook(self.mailbox, _ENDED_KEPT)
         self._with_timeline: deque[Key] = deque()
         self._released = asyncio.Event()  # set when pages or a tail slot were released
-        self._model_watch = ModelWatch(name, self.options.model_timeout_s, "has announced no layer")
-        mailbox.handle(m.Dispatch, self._on_dispatch)
-        mailbox.handle(m.Probe, self._on_probe)
-        mailbox.handle(m.Withdraw, self._on_withdraw)
+        self._model_watch = ModelWatch(self.name, self.options.model_timeout_s, "has announced no layer")
+        self.mailbox.handle(m.Dispatch, self._on_dispatch)
+        self.mailbox.handle(m.Probe, self._on_probe)
+        self.mailbox.handle(m.Withdraw, self._on_withdraw)
 
     def start(self) -> None:
         super().start()
@@ -215,7 +205,7 @@ class Prefiller(Node):
         """
         while True:
             await self._model_watch.wait()
-            self._report_soon()
+            self.report_soon()
             await self._model_watch.wait_until_it_goes_on()
 
     def _give_up(self, work: _Work, why: str) -> None:
