@@ -198,7 +198,7 @@ class Mailbox(AsyncClosing):
         return got
 
     def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Runs a coroutine beside the others until close(); what it raises is logged."""
+        """Runs a coroutine concurrently with the others until close(); what it raises is logged."""
 
         async def guarded() -> None:
             try:

@@ -132,7 +132,7 @@ class EngineWire(Closing):
             self._engine.forget_peer(self._resolved(address))
 
     def give_up(self, address: bytes) -> None:
-        """Ends all that is under way to and from it: what it holds up is ours again. send() looks for it anew."""
+        """Ends all that is under way to and from it: what it holds up is ours again. send() looks for it again."""
         self._engine.forget_peer(self._resolved(address))
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ _node_options = together(
         prefiller_timeout_s="Seconds without an answer after which a peer is given up as lost.",
         model_timeout_s="Seconds that a model may compute without a layer (prefiller) or a token (decoder).",
         page_wait_s="Seconds that a request may wait for KV pages, once it has been accepted.",
-        lease_s="With etcd: lease of the node's record, in seconds; a node that stands still for longer is gone.",
+        lease_s="With etcd: lease of the node's record, in seconds; a node that is frozen for longer is gone.",
     ),
     service_options,
 )

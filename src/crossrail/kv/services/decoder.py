@@ -30,7 +30,7 @@ from crossrail.kv.model import Tokens, generate
 from crossrail.kv.services.decoder_pages import DecoderPages
 from crossrail.kv.services.fetch import Fetcher
 from crossrail.kv.services.kept_room import KeptRoom
-from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
+from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY
 from crossrail.kv.services.node import Node, RequestsOf, RouterLink
 from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
 from crossrail.kv.services.timeline import Timeline
@@ -39,7 +39,6 @@ from crossrail.kv.services.told import Told
 from crossrail.kv.services.tracing import RequestSpan
 from crossrail.kv.transfer.layout import KvLayout, compatible
 from crossrail.kv.transfer.memory import RankMemory
-from crossrail.kv.transfer.pages import PageState
 from crossrail.kv.transfer.receiver import KvReceiver
 from crossrail.kv.transfer.reception import Reception
 
@@ -60,6 +59,7 @@ class Decoder(Node):
     """A Node that decodes."""
 
     role: m.Role = "decoder"
+    owes = "has computed no token"
 
     def _set_up(self, ranks: Mapping[int, RankMemory]) -> None:
         self.receiver = KvReceiver(
@@ -78,7 +78,6 @@ class Decoder(Node):
         self._told = Told(_TOLD_KEPT_S, _TOLD_KEPT, _TOLD_KEPT_BYTES)
         self._kept_room = KeptRoom(self.options.answer_timeout_s + _KEPT_S)
         self._to_router = ToRouter(self.mailbox, self.options, self.pages.let_go)
-        self._model_watch = ModelWatch(self.name, self.options.model_timeout_s, "has computed no token")
         self._held_by_model: set[asyncio.Task[m.End]] = set()  # requests that have ended except for a call of the model
         self.mailbox.handle(m.Start, self._on_start)
         self.mailbox.handle(m.Cancel, self._on_cancel)
@@ -87,17 +86,11 @@ class Decoder(Node):
         super().start()
         self.mailbox.spawn(self._hand_over_when_model_hangs(), "watching the model")
 
-    def load(self) -> m.Load:
-        active = self._active()
-        return m.Load(
-            requests=len(active),
-            queued_tokens=sum(len(serving.context) + serving.left for serving in active),
-            pages_free=self.pool.available,
-            pages_total=self.pool.pages,
-            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
-            draining=self.draining,
-            hangs=bool(self._model_watch.hangs or self._held_by_model),
-        )
+    def _left_tokens(self) -> list[int]:
+        return [len(serving.context) + serving.left for serving in self._active()]
+
+    def _hangs(self) -> bool:
+        return super()._hangs() or bool(self._held_by_model)
 
     def _active(self) -> list[Serving]:
         """Requests that have not ended. An ended one takes no place: all that is left is to report its end, which may
@@ -119,7 +112,7 @@ class Decoder(Node):
         told = [
             serving
             for serving in self._told.latest()
-            if is_its(serving) and serving.request not in self._servings  # unless it was placed anew
+            if is_its(serving) and serving.request not in self._servings  # unless it was placed here again
         ]
         ended = set(untold)
         return RequestsOf([serving.request for serving in its if serving.request not in ended], untold, told)
@@ -164,7 +157,7 @@ class Decoder(Node):
         if serving is not None and serving.router == sender and serving.placement <= start.placement:
             if serving.placement == start.placement:
                 return m.Started(start.request)
-            serving.stop("cancelled", "its router has placed it anew")
+            serving.stop("cancelled", "its router has placed it here again")
             return m.StartRefused(start.request, f"node {self.name!r} is ending an earlier placement of it", busy=True)
         try:
             context = m.unpack_tokens(start.tokens)

@@ -20,9 +20,10 @@ from crossrail.kv import messages as m
 from crossrail.kv.errors import NodeRefused
 from crossrail.kv.model import Cache, Model, check_model
 from crossrail.kv.services.membership import refuse
+from crossrail.kv.services.model_watch import ModelWatch
 from crossrail.kv.services.options import NodeOptions as NodeOptions
 from crossrail.kv.transfer.memory import RankMemory
-from crossrail.kv.transfer.pages import PagePool
+from crossrail.kv.transfer.pages import PagePool, PageState
 
 if TYPE_CHECKING:
     from crossrail.kv.services.serving import Serving
@@ -179,6 +180,7 @@ class Node(AsyncClosing):
     """
 
     role: m.Role
+    owes: str  # what its model has failed to do if it hangs, in words
 
     def __init__(
         self,
@@ -209,6 +211,7 @@ class Node(AsyncClosing):
         self._link_tasks: dict[RouterLink, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._model_watch = ModelWatch(name, self.options.model_timeout_s, self.owes)
         self._set_up(ranks)
 
     def __repr__(self) -> str:
@@ -220,8 +223,25 @@ class Node(AsyncClosing):
         """What the constructor does for this kind of node, at its end."""
 
     @abstractmethod
+    def _left_tokens(self) -> list[int]:
+        """Of each request in progress, in tokens: how much work it is."""
+
+    def _hangs(self) -> bool:
+        """Whether its model, for the time being, can take nothing more."""
+        return bool(self._model_watch.hangs)
+
     def load(self) -> m.Load:
         """The load to report to routers."""
+        left = self._left_tokens()
+        return m.Load(
+            requests=len(left),
+            queued_tokens=sum(left),
+            pages_free=self.pool.available,
+            pages_total=self.pool.pages,
+            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
+            draining=self.draining,
+            hangs=self._hangs(),
+        )
 
     def requests_of(self, link: RouterLink) -> RequestsOf:
         """The requests that came from this router."""

@@ -28,13 +28,13 @@ from crossrail.kv.errors import NoPages, TransferStopped
 from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Tokens
 from crossrail.kv.services.attempts import AttemptBook, Key
-from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY, ModelWatch
+from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY
 from crossrail.kv.services.node import Node
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.tracing import RequestSpan
 from crossrail.kv.transfer.job import SendJob
 from crossrail.kv.transfer.memory import RankMemory
-from crossrail.kv.transfer.pages import PageLease, PageState
+from crossrail.kv.transfer.pages import PageLease
 from crossrail.kv.transfer.plan import plan_transfer
 from crossrail.kv.transfer.prefix import NO_NAMES, PageNames, page_hashes
 from crossrail.kv.transfer.sender import KvSender
@@ -79,6 +79,7 @@ class Prefiller(Node):
     """
 
     role: m.Role = "prefiller"
+    owes = "has announced no layer"
 
     def _set_up(self, ranks: Mapping[int, RankMemory]) -> None:
         self.sender = KvSender(self.model.layout, ranks)
@@ -92,7 +93,6 @@ class Prefiller(Node):
         self._book = AttemptBook(self.mailbox, _ENDED_KEPT)
         self._with_timeline: deque[Key] = deque()
         self._released = asyncio.Event()  # set when pages or a tail slot were released
-        self._model_watch = ModelWatch(self.name, self.options.model_timeout_s, "has announced no layer")
         self.mailbox.handle(m.Dispatch, self._on_dispatch)
         self.mailbox.handle(m.Probe, self._on_probe)
         self.mailbox.handle(m.Withdraw, self._on_withdraw)
@@ -102,16 +102,8 @@ class Prefiller(Node):
         self.mailbox.spawn(self._work(), f"prefilling of {self.name}")
         self.mailbox.spawn(self._report_when_model_hangs(), "watching the model")
 
-    def load(self) -> m.Load:
-        return m.Load(
-            requests=len(self._works),
-            queued_tokens=sum(len(work.tokens) for work in self._works.values()),
-            pages_free=self.pool.available,
-            pages_total=self.pool.pages,
-            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
-            draining=self.draining,
-            hangs=bool(self._model_watch.hangs),
-        )
+    def _left_tokens(self) -> list[int]:
+        return [len(work.tokens) for work in self._works.values()]
 
     async def close(self) -> None:
         """Ends what is in progress: waits until nothing of it can land any more. Idempotent."""

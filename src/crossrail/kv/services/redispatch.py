@@ -60,7 +60,7 @@ class Redispatch:
     async def _other(self, running: Running, model: str, lost: m.PrefillerLost, queue_s: float) -> Member | None:
         """A prefiller that is there, or comes within queue_s. The same one again, after a pause, only if there is no
         other, or the others have no room either. One where an attempt has failed only if there is no other, or if it
-        has joined anew or its model has recovered since.
+        has joined again or its model has recovered since.
         """
         same_after_s = loop_time_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         give_up_s = loop_time_s() + queue_s

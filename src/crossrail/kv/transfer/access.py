@@ -15,7 +15,7 @@ from crossrail import Engine
 from crossrail.errors import WaitTimeout
 from crossrail.kv.transfer.memory import RankMemory
 
-_FIRST_S = 0.05  # for what ends by itself, which is all but a copy of somebody who stands still
+_FIRST_S = 0.05  # for what ends by itself, which is all but a copy by a frozen peer
 _PAUSE_S = 0.05  # then, between two looks
 _CLOSERS_MAX = 4
 

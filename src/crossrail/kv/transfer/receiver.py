@@ -126,7 +126,7 @@ class KvReceiver(Closing):
 
         Afterwards reserve(), adopt() and dispatch() raise UsageError; what is there can still be withdrawn, and
         released. Blocks: in a running loop that others need, shut() is the better one. All that can be closed are, also
-        when WaitTimeout is raised: a writer stands still in the middle of a copy.
+        when WaitTimeout is raised: a writer is frozen in the middle of a copy.
         """
         accesses = self._all_accesses()
         for access in accesses:  # all are refused before one is waited for

@@ -177,8 +177,8 @@ class Reception:
         If none of this happens within timeout_s, or ask raises another error: registrations of this attempt alone are
         closed, which ends it too. Shared ones are not; then WaitTimeout or that error is raised, and the pages are
         quarantined: call it again, perhaps after fence(writer).
-        timeout_s is for the confirmation alone. Closing registrations comes on top: for 5 s at most, after which a peer
-        stands still in the middle of a copy, and WaitTimeout is raised, as above.
+        timeout_s is for the confirmation alone. Closing registrations comes on top: for 5 s at most; if they are not
+        closed by then, a peer is frozen in the middle of a copy, and WaitTimeout is raised, as above.
         A second call while the first is in progress shares its result; cancelling the awaiting task does not stop it.
         Does nothing before dispatch(). UsageError once it has arrived: release() is what is left to do then.
         """
