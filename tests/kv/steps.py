@@ -1,6 +1,7 @@
 """Steps of a request in a cluster: how tests reach each of them, and see that all is well afterwards."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -85,12 +86,13 @@ async def full_queue(
     goes_on.set()
 
 
-def hold(decoder: Node) -> asyncio.Event:
-    """Its model computes no token until this event."""
-    run, goes_on = decoder.model.step, asyncio.Event()
+def hold(decoder: Node, after: int = 0) -> asyncio.Event:
+    """Its model computes no more than so many tokens until this event."""
+    run, goes_on, left = decoder.model.step, asyncio.Event(), itertools.count(after, -1)
 
     async def held_step(*arguments: Any) -> Any:
-        await goes_on.wait()
+        if next(left) <= 0:
+            await goes_on.wait()
         return await run(*arguments)
 
     decoder.model.step = held_step

@@ -5,7 +5,6 @@ import base64
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +21,9 @@ from crossrail.kv.services.membership import Roster
 from crossrail.kv.services.prefiller import Prefiller
 from crossrail.kv.services.router import Router
 from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import hold
 from tests.support.etcd import ETCD, EtcdServer
-from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import SECRET, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 
@@ -158,17 +158,23 @@ async def test_decoder_cut_off_from_its_router_alone_is_done_without_until_it_is
     nothing_leaks: None, place: Place
 ) -> None:
     """etcd has its record all the time, and its engine is not seen to have ended."""
-    options = replace(ROUTER, lease_s=0.8)
-    cluster = Cluster(place=place, router_options=options, spoil=lambda wire: BadWire(wire, random.Random(1), 0, 0, 0))
-    cluster.add_router()
-    await start(cluster, decoders=2, token_s=0.0004)
+    cluster = Cluster(place=place, spoil=lambda wire: BadWire(wire, random.Random(1), 0, 0, 0))
+    roster = cluster.add_router().roster
+    assert isinstance(roster, EtcdRoster)
+    await start(cluster, decoders=2)
     await until(lambda: names(cluster.router, "decoder") == ["d0", "d1"], "both are there")
     prompt, long = prompt_of(60), m.Sampling(max_tokens=60, ignore_end=True)
-    asked = asyncio.ensure_future(cluster.complete(prompt, long))
     decoders = [node for node in cluster.nodes.values() if isinstance(node, Decoder)]
+    holds = [hold(node, after=3) for node in decoders]
+    asked = asyncio.ensure_future(cluster.complete(prompt, long))
     await until(lambda: any(each.tokens for node in decoders for each in node._servings.values()), "it has begun")
     (busy,) = [node for node in decoders if node._servings]
     cluster.spoilt[busy.name]._loss = 1.0
+    patience_s, roster._silent_s = roster._silent_s, 1.0
+    await until(lambda: busy.name not in names(cluster.router, "decoder"), "it is done without")
+    roster._silent_s = patience_s
+    for goes_on in holds:
+        goes_on.set()
     tokens, end = await asyncio.wait_for(asked, WAIT_S)
     assert tokens == await monolithic(prompt, long), end
     assert busy.name not in names(cluster.router, "decoder")
