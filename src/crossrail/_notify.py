@@ -180,22 +180,25 @@ class CallbackThread:
     def start(self) -> threading.Thread | None:
         """Ensures that the thread runs; after close(), until nothing is due. A forked child has no thread.
 
-        Raises TransportError if the system cannot start one.
+        Raises TransportError if the system cannot start one, and what a signal handler raises meanwhile.
         """
         if self._thread is not None and not self._closing:
             return self._thread
         with self._lock:
             if self._thread is None and self._pid == os.getpid():
                 name = f"crossrail-callbacks:{self._name}"
-                self._is_starting = True
-                self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
-                )
                 try:
+                    self._is_starting = True
+                    self._thread = threading.Thread(
+                        target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
+                    )
                     self._thread.start()
-                except RuntimeError as error:
+                except BaseException as error:
+                    # A signal handler may have raised. A thread that begins all the same finds that it is not ours.
                     self._thread = None
-                    raise _raise.no_thread(error) from None
+                    if isinstance(error, RuntimeError):
+                        raise _raise.no_thread(error) from None
+                    raise
                 finally:
                     self._is_starting = False
             return self._thread
@@ -223,6 +226,9 @@ class CallbackThread:
 
     def dispatch(self) -> bool:
         """Runs what is due, on the thread. False: the thread ends."""
+        with self._lock:  # which start() holds until it knows
+            if self._thread is not threading.current_thread():
+                return False
         for cookie in self.notifier.drain():
             self._run_handler(cookie)
         while self._closing:

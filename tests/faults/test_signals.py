@@ -1,13 +1,15 @@
 """Signals belong to the program: threads of ours take none of those that are meant for the process."""
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.limits import PROGRAM_S, eventually
+from tests.support.leaks import crossrail_threads
+from tests.support.limits import PROGRAM_S, WAIT_S, eventually
 from tests.support.process import assert_clean, run_script, start_script
 
 OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -104,3 +106,29 @@ def test_handler_may_close_an_engine_whose_callback_thread_is_just_starting(mome
 
     assert out == "starting\nTrue True engine-closed\n", err
     assert not err
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_callbacks_run_though_a_signal_kept_their_thread_from_starting(
+    engine: xr.Engine, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    start_it = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if moment == "after":
+            start_it(thread)
+        raise KeyboardInterrupt
+
+    src = engine.alloc(64)
+    transfer = engine.submit_write(src, src.descriptor, 0)
+    called: list[str] = []
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", start)
+        transfer.add_done_callback(lambda _: called.append("interrupted"))
+    for _ in range(2):
+        transfer.add_done_callback(lambda _: called.append("again"))
+
+    eventually(lambda: len(called) == 2, "the callbacks are called")
+    engine.close()
+    assert called == ["again", "again"]
+    eventually(lambda: not any("callbacks" in name for name in crossrail_threads()), "the callbacks' threads end")
