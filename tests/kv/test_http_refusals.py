@@ -102,6 +102,7 @@ async def test_what_makes_no_sense_is_refused_in_words(
         ('{"prompt": "x", "n": 2}', "n"),
         ('{"prompt": ["x", "y"]}', "prompt"),
         ('{"prompt": "x", "stream_options": {}}', "stream_options"),
+        ('{"prompt": "x", "stream": true, "stream_options": {"x": 1}}', "stream_options"),
         ('{"prompt": ""}', "prompt"),
         ('{"prompt": ', None),
         ("[]", None),

@@ -18,9 +18,9 @@ with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web
 
 _TYPES = {429: "rate_limit_error"}
-# Patterns of msgspec's messages: "... - at `$.prompt[0]`", "... unknown field `tools`", "... missing required field
-# `prompt`".
-_FIELD = re.compile(r"`\$\.(\w+)|field `(\w+)`")
+# Patterns of msgspec's messages: "... - at `$.prompt[0]`", which may follow others; "... unknown field `tools`", "...
+# missing required field `prompt`".
+_PLACE, _FIELD = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 
 
 class FieldError(UsageError):
@@ -36,8 +36,8 @@ class FieldError(UsageError):
         if isinstance(error, UnicodeDecodeError):
             return cls("the body is no JSON: it is not in UTF-8", None)
         words = str(error)
-        if (found := _FIELD.search(words)) is not None:
-            return cls(words, found[1] or found[2])
+        if (found := _PLACE.search(words) or _FIELD.search(words)) is not None:
+            return cls(words, found[1])
         return cls(f"the body is no JSON object: {words}", None)
 
 
