@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from crossrail.kv.errors import Overloaded, Unavailable
 from crossrail.kv.services import redispatch
 from crossrail.kv.services.membership import Roster
 from crossrail.kv.services.router import Router
+from crossrail.kv.services.router_requests import Chunk
 from tests.kv.conftest import until
 from tests.kv.scripts import OPTIONS, SHORT, Town, prefiller_of
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
@@ -468,6 +470,24 @@ async def test_request_without_room_ends_with_its_own_time(town: Town) -> None:
     chunks = town.router.complete(prompt_of(1), SHORT, timeout_s=OPTIONS.queue_s / 3)
     (only,) = [chunk async for chunk in chunks]
     assert only.end is not None and only.end.reason == "deadline" and "told to say busy" in only.end.detail
+
+
+async def test_request_ends_with_its_own_time_though_a_decoder_has_yet_to_answer(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, answer_timeout_s=WAIT_S)
+    town.patient()
+    script = await town.add("a")
+    asked, goes_on = script.answer_when_told()
+    chunks = town.router.complete(prompt_of(1), SHORT, request="r1", timeout_s=OPTIONS.queue_s)
+    (only,) = await asyncio.wait_for(_all(chunks), WAIT_S / 2)
+    assert asked.is_set() and only.end == m.End("deadline", "node 'a' did not answer before its time was up")
+    await until(lambda: script.cancelled == ["r1"], "it hears that nobody waits")
+    goes_on.set()
+    assert await asyncio.wait_for(town.complete(), WAIT_S / 2) == [1, 2, 3]  # nothing is held against it
+    assert not any(town.router._placement._sent.values())
+
+
+async def _all(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    return [chunk async for chunk in chunks]
 
 
 async def test_router_that_stood_still_for_a_lease_misses_nobody_for_that(town: Town) -> None:

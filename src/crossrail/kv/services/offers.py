@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from crossrail.control.deadlines import loop_time_s
+from crossrail.control.deadlines import in_time, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -88,9 +89,16 @@ class Offers:
     async def _try_to_place(self, running: Running) -> None:
         options, begun_s = self._options(), loop_time_s()
         give_up_s = min(begun_s + options.queue_s, running.deadline_at_s)
+        grace_s = min(options.answer_timeout_s, running.deadline_at_s - give_up_s)
         with self._waiting.queued(running, begun_s + options.queue_s / 2) as waiter:
-            while (decoder := await self._waiting.turn(waiter, give_up_s, options.answer_timeout_s)) is not None:
-                refusal = await self._offer(running, decoder)
+            while (decoder := await self._waiting.turn(waiter, give_up_s, grace_s)) is not None:
+                try:
+                    refusal = await in_time(self._offer(running, decoder), running.deadline_at_s - loop_time_s())
+                except asyncio.TimeoutError:
+                    self.cancel(running, "its time is up")
+                    self._not_taken(running)
+                    running.finish("deadline", f"node {decoder.name!r} did not answer before its time was up")
+                    return
                 self._waiting.answered(waiter, refusal)
                 if refusal is None:
                     return
