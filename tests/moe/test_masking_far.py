@@ -14,7 +14,7 @@ from crossrail.moe import AllToAll, NoMajority
 from tests.moe.processes import Meet, Others, kill, meeting
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks
-from tests.support.limits import NEVER_S, eventually
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
@@ -131,10 +131,12 @@ def test_the_lowest_rank_goes_on_alone_and_the_other_does_not(nothing_leaks: Non
 
 def test_a_rank_that_makes_no_calls_is_waited_for_and_named(nothing_leaks: None) -> None:
     batch = batch_of(0, 1)
-    with Ranks(2, TCP, on_lost="mask", timeout_s=NEVER_S, **CONFIG) as ranks:
+    with Ranks(2, TCP, on_lost="mask", **CONFIG) as ranks:
         opened = ranks.parts[0].dispatch_send(batch.x, batch.scales, batch.indices)
+        ranks.parts[0].timeout_s = NEVER_S
         with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 1"):
             ranks.parts[0].dispatch_recv(opened)
+        ranks.parts[0].timeout_s = WAIT_S
         ranks.parts[1].close()
         with pytest.raises(xr.UsageError, match=r"rank 1 .* has closed its AllToAll"):
             ranks.parts[0].dispatch_recv(opened)
