@@ -41,7 +41,7 @@ struct FarMemory {
   uint64_t rows_parity_bytes = 0;
 
   // int32 [experts] and, with dp_size > 1, a hash of the routes; rounded up. The last kFarewellBytes hold the reason
-  // for a farewell.
+  // for a farewell: in rows of even rounds. In those of odd ones they are the caller's.
   uint64_t route_bytes = 0;
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;

@@ -292,6 +292,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "all_to_all": {
             "config",
             "countdown",
+            "errors",
             "farewell",
             "group",
             "kernels",
@@ -311,6 +312,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
             "config",
             "countdown",
             "experts",
+            "farewell",
             "group",
             "kernels",
             "leaving",

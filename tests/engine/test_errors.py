@@ -19,6 +19,7 @@ OF_THEIR_OWN = {
     "LateWrite": lambda kind: kind("region 7", 8, 16, b"\x01\x02", 2),
     "NoPages": lambda kind: kind("request-1", "none is free", 4, 0),
     "NotFinite": lambda kind: kind("layer.0", (1, 2), 0.5),
+    "PeerFailed": lambda kind: kind("a call failed", rank=3, has_left=False),
     "TransportError": lambda kind: kind("bind", 98, "in use", "another port"),
     "UpdateFailed": lambda kind: kind(7, "a rank is gone", asked_for=8),
     "WaitTimeout": lambda kind: kind("late", 1, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -107,14 +108,32 @@ class Rank(Node):
         return list(self._part.masked)
 
     def go_on(self, number: int) -> None:
-        """The rest of that round, from where it stands, and another one."""
-        if number not in self._opened:
+        """The rest of that round, from where it stands, and another one. After an error it may be called again."""
+        for each in (number, number + 1):
+            if each not in self._opened:
+                self.dispatch_send()
+            for half in (self.dispatch_recv, self.combine_send, self.combine_recv):
+                if _FOLLOWS[half.__name__] is self._opened[each].stage:
+                    half(each)
+
+    def fail_in(self, half: str, number: int) -> str:
+        """That round up to this half, which is called with arguments that are refused; how."""
+        if half != "dispatch_send" and number not in self._opened:
             self.dispatch_send()
-        opened = self._opened[number]
-        for half in (self.dispatch_recv, self.combine_send, self.combine_recv):
-            if _FOLLOWS[half.__name__] is opened.stage:
-                half(number)
-        self.whole_round()
+        for before in ("dispatch_recv", "combine_send"):
+            if half not in ("dispatch_send", before) and _FOLLOWS[before] is self._opened[number].stage:
+                getattr(self, before)(number)
+        bad: dict[str, Callable[[], object]] = {
+            "dispatch_send": lambda: self._part.dispatch_send(batch_of(0, 1).x[:, 1:], None, None),
+            "dispatch_recv": lambda: self._part.dispatch_recv(None),  # type: ignore[arg-type]
+            "combine_send": lambda: self._part.combine_send(np.zeros((99, HIDDEN), np.float32), self._got[number]),
+            "combine_recv": lambda: self._part.combine_recv(self._got[number], np.ones((1, 1), np.float32)),
+        }
+        try:
+            bad[half]()
+        except xr.UsageError as error:
+            return f"its {half} failed: UsageError: {error}"
+        raise AssertionError("it was not refused")
 
     def close_part(self) -> None:
         self._part.close()

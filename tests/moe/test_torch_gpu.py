@@ -109,7 +109,7 @@ def test_memory_that_torch_has_given_out_before_is_zero_before_others_write_ther
     with Ranks(2, TCP, device="cuda:0", **CONFIG) as ranks:
         for part in ranks.parts:
             assert "that torch gave" in part.explain()
-            assert not part._peers.far.bytes.any()
+            assert not part._peers.far.rows_bytes.any()
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pkgutil
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from crossrail.errors import UsageError
-from crossrail.moe import AllToAll
+from crossrail.errors import UsageError, WaitTimeout
+from crossrail.moe import AllToAll, PeerFailed
 from crossrail.moe.graph import GraphAllToAll
 from tests.moe.batches import draw
 from tests.moe.graph_rounds import given, made_of, whole_round
 from tests.moe.ranks import Ranks
 from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
 from tests.moe.test_torch_graph import dispatch_and_check, until_it_ends
-from tests.support.limits import WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S
 from tests.support.seeds import Seed
 
 
@@ -72,6 +73,43 @@ def test_who_leaves_a_with_block_by_an_error_of_its_own_says_which(engine: dict[
             dispatch_and_check(part, batches[rank])
 
     with Ranks(2, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
+        ranks.each(run)
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_refused_call_is_told_to_ranks_whose_calls_wait_and_to_ranks_of_graphs_when_they_give_up(
+    engine: dict[str, Any], seed: Seed
+) -> None:
+    """The first and the last are GraphAllToAlls, the last is not patient."""
+    batches = batches_of(seed.rng(), 3)
+    config = CONFIG | {"private_tokens": TOKENS * TOP_K, "layout": "masked", "timeout_s": 100 * WAIT_S}
+    has_been_told = threading.Event()
+
+    def make(engine: Any, group: Any, **config: Any) -> Any:
+        if group.rank == 1:
+            return AllToAll(engine, group, node_size=1, **config)
+        return GraphAllToAll(engine, group, **config)
+
+    def run(part: Any, rank: int) -> None:
+        why = r"rank 0 .* has not sent its dispatch of round 1.*: its dispatch_send failed: UsageError: indices has "
+        if rank == 0:
+            x, scales, indices, _ = given(part, batches[0])
+            with pytest.raises(UsageError, match="indices has shape"):
+                part.dispatch_send(x, scales, indices[1:])
+            assert has_been_told.wait(WAIT_S)
+        elif rank == 1:
+            batch = batches[1]
+            opened = part.dispatch_send(batch.x, batch.scales, batch.indices)
+            with pytest.raises(PeerFailed, match=why):
+                part.dispatch_recv(opened)
+            has_been_told.set()
+        else:
+            assert has_been_told.wait(WAIT_S)
+            part.timeout_s = 2 * NEVER_S
+            with pytest.raises(WaitTimeout, match=why):
+                dispatch_and_check(part, batches[2])
+
+    with Ranks(3, engine, make, **config) as ranks:
         ranks.each(run)
 
 

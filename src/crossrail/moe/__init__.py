@@ -6,7 +6,7 @@ from crossrail._lazy import lazily, listed
 
 if TYPE_CHECKING:
     from crossrail.moe.all_to_all import AllToAll
-    from crossrail.moe.errors import CapacityExceeded, MaskedOut, NoMajority
+    from crossrail.moe.errors import CapacityExceeded, MaskedOut, NoMajority, PeerFailed
     from crossrail.moe.group import EngineGroup, Group, TorchGroup
     from crossrail.moe.memory import MemoryBounds, memory_bounds
     from crossrail.moe.metrics import RoundCollector
@@ -21,6 +21,7 @@ __all__ = [
     "MaskedOut",
     "MemoryBounds",
     "NoMajority",
+    "PeerFailed",
     "Round",
     "RoundCollector",
     "TorchGroup",
@@ -40,6 +41,7 @@ if not TYPE_CHECKING:
             "MaskedOut": "errors",
             "MemoryBounds": "memory",
             "NoMajority": "errors",
+            "PeerFailed": "errors",
             "Round": "rounds",
             "RoundCollector": "metrics",
             "TorchGroup": "group",

@@ -17,6 +17,7 @@ from crossrail._torch import is_tensor, uncompiled
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
+from crossrail.moe.errors import PeerFailed, to_go_on_with
 from crossrail.moe.farewell import is_told
 from crossrail.moe.group import Group, check_ranks
 from crossrail.moe.kernels import Kernels
@@ -85,8 +86,8 @@ class AllToAll(Leaving):
 
     Threads: one at a time; a call while another thread is in one is a UsageError. Owner: engine and group are the
     caller's. Lifecycle: 1. made, by all ranks at once. 2. rounds. 3. close(), before the engine; a rank that waits for
-    a closed one is told so. One that is garbage-collected while it and its engine are open is closed with a
-    ResourceWarning, so that nobody waits for it.
+    a closed one is told so, as is one that waits for a call that has failed elsewhere. One that is garbage-collected
+    while it and its engine are open is closed with a ResourceWarning, so that nobody waits for it.
 
     Raises UsageError if an argument is invalid, or not the same on all ranks: it names the argument, both values and
     the ranks; WaitTimeout, PeerLost, EngineClosed.
@@ -173,16 +174,15 @@ class AllToAll(Leaving):
     ) -> Dispatched:
         """dispatch_send and dispatch_recv.
 
-        If a WaitTimeout says that the round is open, continue it with dispatch_recv(open_rounds[-1]); another
-        dispatch() would be another round.
+        If a WaitTimeout or PeerFailed says that the round is open, continue it with dispatch_recv(open_rounds[-1]):
+        another dispatch() would be another round.
         """
         opened = self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens)
         try:
             return self.dispatch_recv(opened)
-        except WaitTimeout as error:
-            raise WaitTimeout(
-                f"{error}. {opened} is open: go on with it by dispatch_recv(open_rounds[-1]), not by dispatch()"
-            ) from None
+        except (WaitTimeout, PeerFailed) as error:
+            go_on = f"{opened} is open: go on with it by dispatch_recv(open_rounds[-1]), not by dispatch()"
+            raise to_go_on_with(error, go_on) from None
 
     @is_told
     def dispatch_send(
@@ -270,7 +270,8 @@ class AllToAll(Leaving):
 
         Rows of an expert are in the order of (source rank, token, k). The arrays are views of our memory, valid until
         the round after the next is received. After a WaitTimeout it may be called again. Raises CapacityExceeded,
-        PeerLost, EngineClosed; UsageError if a rank has closed its AllToAll.
+        PeerLost, EngineClosed; PeerFailed if a rank has closed its AllToAll, or a call has failed there, after which
+        this one may be called again, too.
         """
         self._check_usable()
         self._round_of(opened, "dispatch_recv", Round).require(Stage.SENT, "dispatch_recv")
@@ -322,9 +323,9 @@ class AllToAll(Leaving):
         self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """combine_send and combine_recv. After a WaitTimeout, continue with combine_recv(dispatched, ...).
+        """combine_send and combine_recv. After a WaitTimeout or PeerFailed, continue with combine_recv(dispatched).
 
-        After a UsageError nothing was sent.
+        After any other UsageError nothing was sent.
         """
         self._check_usable()
         opened = self._round_of(dispatched, "combine", Dispatched)
@@ -333,8 +334,9 @@ class AllToAll(Leaving):
         self.combine_send(y, dispatched)
         try:
             return self._sum(opened, sums, factors, out, accumulate)
-        except WaitTimeout as error:
-            raise WaitTimeout(f"{error}. Our part is sent: go on by combine_recv(), not by combine()") from None
+        except (WaitTimeout, PeerFailed) as error:
+            go_on = "Our part is sent: go on by combine_recv(), not by combine()"
+            raise to_go_on_with(error, go_on) from None
 
     @uncompiled
     def check_combine(
@@ -395,7 +397,7 @@ class AllToAll(Leaving):
         weights: float32 [T, top_k]; None: those given to dispatch. out: [num_tokens, hidden] of bfloat16, float16 or
         float32, which is returned, and is no part of what expert_output() gave; None: a new one of out_dtype.
         accumulate: the sum begins with what out holds.
-        After WaitTimeout it may be called again.
+        After WaitTimeout and PeerFailed it may be called again.
         """
         self._check_usable()
         opened = self._round_of(answered, "combine_recv", Dispatched, Round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.errors import CrossrailError, PeerLost
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 
 
 class CapacityExceeded(CrossrailError):
@@ -19,6 +19,19 @@ class CapacityExceeded(CrossrailError):
         self.there = there
 
 
+class PeerFailed(UsageError):
+    """What we wait for does not come, since a call has failed on another rank, or that rank has closed its AllToAll.
+
+    rank: which. has_left: it has closed; no round ends any more. Otherwise nothing is lost: that rank may make its call
+    again, and so may we.
+    """
+
+    def __init__(self, message: str, *, rank: int, has_left: bool) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.has_left = has_left
+
+
 class MaskedOut(PeerLost):
     """With on_lost="mask": the other ranks lost contact with this one, and continue without it.
 
@@ -31,6 +44,13 @@ class NoMajority(PeerLost):
 
     The others may continue without them. docs/moe-failures.md has the rule.
     """
+
+
+def to_go_on_with(error: WaitTimeout | PeerFailed, how: str) -> WaitTimeout | PeerFailed:
+    """The error of a wait, for a call of which a part is done. how: what to call instead of it."""
+    if isinstance(error, WaitTimeout):
+        return WaitTimeout(f"{error}. {how}")
+    return error if error.has_left else PeerFailed(f"{error}. {how}", rank=error.rank, has_left=False)
 
 
 def masked_out() -> MaskedOut:

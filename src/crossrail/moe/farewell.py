@@ -40,8 +40,12 @@ class Why(NamedTuple):
             return cls(lost=number)
         if number is not None and world <= number < 2 * world:
             return cls(late=number - world)
-        text = words.decode(errors="ignore")
-        return cls(words="".join(one if one.isprintable() else " " for one in text))
+        return cls(words=text_of_peer(words))
+
+
+def text_of_peer(words: bytes) -> str:
+    """What another rank wrote for people, which may be anything."""
+    return "".join(one if one.isprintable() else " " for one in words.decode(errors="ignore"))
 
 
 class Turn(Protocol):
@@ -59,6 +63,8 @@ class Leaver(Protocol):
 
     def call_succeeded(self) -> None: ...
 
+    def tell_failure(self, call: str, error: BaseException) -> None: ...
+
 
 class Caller(Protocol):
     """AllToAll."""
@@ -75,8 +81,8 @@ C = TypeVar("C", bound=Caller)
 
 
 def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Decorates the calls of a round: if we leave after one has failed, its failure is the reason, unless a later one
-    succeeded.
+    """Decorates the calls of a round: those who wait for us are told if one has failed; and if we leave after that, its
+    failure is the reason. Unless a later one succeeded.
 
     UsageError while another thread is in one: both would write the same round.
     """
@@ -97,6 +103,7 @@ def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P],
             if self._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
                 raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
             self._parting.call_failed(name, error)
+            self._parting.tell_failure(name, error)
             raise
         finally:
             turn.release()

@@ -6,16 +6,17 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import crossrail as xr
-from crossrail.errors import CrossrailError, TransferError, WaitTimeout
+from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
 from crossrail.moe.config import Config
 from crossrail.moe.countdown import Countdown
-from crossrail.moe.errors import MaskedOut
+from crossrail.moe.errors import MaskedOut, PeerFailed
 from crossrail.moe.farewell import Why, described
 from crossrail.moe.links.board import FAREWELL, PARITIES
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
+from crossrail.moe.links.notes import Notes
 from crossrail.moe.masking.agreement import Agreement
-from crossrail.moe.outcome import Outcome, error_of, unposted_error
+from crossrail.moe.outcome import Outcome, call_failed_error, error_of, unposted_error
 
 _GIVE_UP_S = 5.0  # for the farewell; the rest is sent when it is closed
 _TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost waits for it
@@ -24,9 +25,9 @@ _TELL_LOSS_S = 1.0  # likewise, where a call that is to say at once who is lost 
 class Parting:
     """Of one rank. Threads: one at a time.
 
-    addresses: of all ranks. near, far, agreement: as of Peers.
-    Lifecycle: 1. rounds: check() after each wait, call_failed() or call_succeeded() after each call; perhaps give_up()
-    or leave(). 2. farewell(). 3. end().
+    addresses: of all ranks. near, far, notes, agreement: as of Peers.
+    Lifecycle: 1. rounds: check() after each wait, call_failed() or call_succeeded() after each call; perhaps
+    tell_failure(), give_up() or leave(). 2. farewell(). 3. end().
     """
 
     def __init__(
@@ -37,16 +38,18 @@ class Parting:
         addresses: Sequence[xr.Address],
         near: Near,
         far: Far | None,
+        notes: Notes,
         agreement: Agreement | None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._rank = rank
         self._addresses = addresses
-        self._near, self._far, self._agreement = near, far, agreement
+        self._near, self._far, self._notes, self._agreement = near, far, notes, agreement
         self._lost: int | None = None  # the rank that we cannot continue without
         self._late: int | None = None  # the rank that the last wait was for in vain
         self._failure = ""  # of the last call, as text
+        self._told_error = ""  # of a call that failed, which others were told, and that we have not made since
         self._given_up: Callable[[], CrossrailError] | None = None  # what every call raises from now on
         self._has_told_near = False
         self._has_said_farewell = False
@@ -59,6 +62,12 @@ class Parting:
         self._late = outcome.rank if is_late else None
         if outcome.result != "ready":
             raise self._final_error(outcome, half, timeout_s)
+
+    def check_notes(self, is_missing: Callable[[int], bool], half: str) -> None:
+        """PeerFailed if a call has failed on a rank whose part of that half is missing; once for each such call."""
+        note = self._notes.due(lambda rank: is_missing(rank) and not self._has_left(rank))
+        if note is not None:
+            raise call_failed_error(note.rank, self._addresses[note.rank], half, note.words)
 
     def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """The error to raise after a wait that somebody else made."""
@@ -82,6 +91,8 @@ class Parting:
         result, rank, _ = outcome
         if result == "late" and rank == self._rank:
             return unposted_error(rank, half, timeout_s)
+        if result == "late":
+            outcome = Outcome("late", rank, self._notes.words_of(rank))
         if result == "peer-lost" and self._has_left(rank):  # in order, and then its engine was closed, too
             result, outcome = "left", Outcome("left", rank)
         lost, late, words = self._reason_of(rank) if result in ("left", "peer-lost") else Why()
@@ -146,6 +157,17 @@ class Parting:
         is_late = isinstance(error, WaitTimeout) and self._late is not None
         self._failure = "" if is_late else described(f"its {call}", error)
 
+    def tell_failure(self, call: str, error: BaseException) -> None:
+        """Those who wait for what a call was to send are told why it did not. Not of errors that others have made, or
+        get as well; nor twice of one.
+        """
+        is_ours = not isinstance(error, CrossrailError) or isinstance(error, UsageError)
+        if not is_ours or isinstance(error, PeerFailed) or self._given_up is not None or self._has_told_near:
+            return
+        if (text := repr(error)) != self._told_error:
+            self._told_error = text
+            self._notes.post(described(f"its {call}", error))
+
     @property
     def is_well(self) -> bool:
         """No call of ours has failed and not been mended since."""
@@ -159,6 +181,9 @@ class Parting:
     def call_succeeded(self) -> None:
         """The earlier failure has been mended."""
         self._failure = ""
+        if self._told_error:
+            self._told_error = ""
+            self._notes.post("")
 
     def farewell(self, timeout_s: float) -> None:
         """Tells everybody that nothing more will come from us. Idempotent. Waits at most so long."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayo
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.node_sums import NodeSums
+from crossrail.moe.links.notes import Notes
 from crossrail.moe.masking.agreement import Agreement
 from crossrail.moe.masking.routes import sources_of
 from crossrail.moe.masking.views import COMBINE, DISPATCH
@@ -30,6 +32,7 @@ from crossrail.moe.parting import Parting
 from crossrail.moe.rounds import Round
 from crossrail.moe.rows.interface import RowMemory
 
+_SLICE_S = 0.1  # of a wait, between looks at what others say
 _HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
 
@@ -72,6 +75,7 @@ class Peers:
         self.sums: NodeSums | None = None
         self.agreement: Agreement | None = None
         self._engine = engine
+        self._slice_s = _SLICE_S if engine._world is None else math.inf  # simulated waits for near ranks take no time
         self._config = config
         self._rank = group.rank
         members = meet(engine, group, config, board.region, timeout_s)
@@ -87,13 +91,16 @@ class Peers:
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
         layouts = [BoardLayout(config, rank, board.layout.holds_rows) for rank in ranks]
         self.near = Near(engine, group.rank, ranks, boards, addresses, layouts, board.rows, masks, group.size)
+        self._notes = Notes(engine, group.rank, group.size, self.near, None)
         if len(near) < group.size or kernels_wait:
             try:
                 self._meet_far(group, config, members, boards, memory, kernels_wait, timeout_s)
             except BaseException:
                 self._close_links(timeout_s)
                 raise
-        self.parting = Parting(engine, self._config, group.rank, self._addresses, self.near, self.far, self.agreement)
+        self.parting = Parting(
+            engine, self._config, group.rank, self._addresses, self.near, self.far, self._notes, self.agreement
+        )
 
     def _meet_far(
         self,
@@ -112,8 +119,9 @@ class Peers:
         rows_on_host = kernels_wait and any(member.uses_tcp for member in members)
         with telling_others(partial(meet_far, group, None, None, (), timeout_s)):
             self.far = far = Far(self._engine, config, self.layout, group.rank, memory, rows_on_host)
+            self._notes = Notes(self._engine, group.rank, group.size, self.near, far)
             if masks:
-                self.agreement = Agreement(self._engine, group.size, group.rank, self.near, far, timeout_s)
+                self.agreement = Agreement(self._engine, group.size, group.rank, self.near, far, self._notes, timeout_s)
         meet_far(group, far, self.agreement, self._addresses, timeout_s)
         for rank in far.ranks:
             self.near.watch(rank, members[rank].address, far.imms_of(rank), masks)
@@ -197,7 +205,7 @@ class Peers:
         if not (self.agreement is not None and outcome.result in ("peer-lost", "failed")):
             self.parting.check(outcome, f"dispatch of round {number}", timeout_s)
 
-    # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
+    # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, PeerFailed
 
     def check_alive(self) -> None:
         """PeerLost if a rank is lost; for calls that wait for nobody. Not if ranks can be masked."""
@@ -237,9 +245,7 @@ class Peers:
         begin = time.monotonic()
         try:
             if self.far is not None and self.agreement is None:
-                self.parting.check(
-                    self.far.wait("rows", number, timeout_s), f"rows of dispatch of round {number}", timeout_s
-                )
+                self._wait_far("rows", number, f"rows of dispatch of round {number}", timeout_s)
         finally:
             self.waited_s += time.monotonic() - begin
 
@@ -268,18 +274,54 @@ class Peers:
             absent = self._wait_near(opened, half, timeout_s)
             if self.far is not None:
                 name, _, step = _HALVES[half]
-                self.parting.check(
-                    self.far.wait(step, opened.number, timeout_s), f"{name} of round {opened.number}", timeout_s
-                )
+                self._wait_far(step, opened.number, f"{name} of round {opened.number}", timeout_s)
             return absent
         finally:
             self.waited_s += time.monotonic() - begin
 
     def _wait_near(self, opened: Round, half: int, timeout_s: float) -> list[int]:
-        name, word, _ = _HALVES[half]
-        outcome, absent = self.near.wait(word, opened.number, timeout_s)
-        self.parting.check(outcome, f"{name} of round {opened.number}", timeout_s)
+        name, word, step = _HALVES[half]
+        number = opened.number
+        absent: list[int] = []
+
+        def look(slice_s: float) -> Outcome:
+            nonlocal absent
+            outcome, absent = self.near.wait(word, number, slice_s)
+            return outcome
+
+        def is_missing(rank: int) -> bool:
+            if rank in self.near.ranks:
+                return rank not in self.near.masked and not self.near.has_come(rank, word, number)
+            return self._is_missing_far(step, number, rank)
+
+        self._wait_in_slices(look, is_missing, f"{name} of round {number}", timeout_s)
         return absent
+
+    def _wait_far(self, step: str, number: int, half: str, timeout_s: float) -> None:
+        assert self.far is not None
+        look, is_missing = partial(self.far.wait, step, number), partial(self._is_missing_far, step, number)
+        self._wait_in_slices(look, is_missing, half, timeout_s)
+
+    def _is_missing_far(self, step: str, number: int, rank: int) -> bool:
+        return self.far is not None and rank in self.far.ranks and not self.far.has_come(step, number, rank)
+
+    def _wait_in_slices(
+        self, look: Callable[[float], Outcome], is_missing: Callable[[int], bool], half: str, timeout_s: float
+    ) -> None:
+        """Waits for that half, and looks now and then whether it does not come since a call has failed elsewhere.
+
+        look: waits so long.
+        """
+        patience = Countdown(self._engine, timeout_s)
+        while True:
+            left_s = patience.left_s
+            outcome = look(min(left_s, self._slice_s))
+            if outcome.result != "late":
+                break
+            self.parting.check_notes(is_missing, half)
+            if left_s <= self._slice_s:
+                break
+        self.parting.check(outcome, half, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, so long."""

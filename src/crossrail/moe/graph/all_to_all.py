@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
 from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
+from crossrail.moe.farewell import is_told
 from crossrail.moe.graph.explain import explained
 from crossrail.moe.graph.failures import found_failure
 from crossrail.moe.graph.kernels import GraphKernels
@@ -111,6 +113,7 @@ class GraphAllToAll(Leaving):
         self._engine = engine
         self._timeout_s = timeout_s
         self._recent: deque[weakref.ref[GraphRound]] = deque(maxlen=_OPEN_MAX)
+        self._turn = threading.RLock()
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
         with contextlib.ExitStack() as undo:
@@ -147,14 +150,14 @@ class GraphAllToAll(Leaving):
 
     # ---- dispatch
 
-    @uncompiled
+    @is_told
     def dispatch(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> GraphDispatched:
         """dispatch_send and dispatch_recv."""
         return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
 
-    @uncompiled
+    @is_told
     def dispatch_send(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> GraphRound:
@@ -213,7 +216,7 @@ class GraphAllToAll(Leaving):
             opened.outputs = opened.outputs or self._steps.new_outputs()
         return opened.outputs.x, opened.outputs.scales
 
-    @uncompiled
+    @is_told
     def dispatch_recv(self, opened: GraphRound) -> GraphDispatched:
         """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors."""
         self._require(opened, Stage.SENT, "dispatch_recv")
@@ -226,7 +229,7 @@ class GraphAllToAll(Leaving):
 
     # ---- combine
 
-    @uncompiled
+    @is_told
     def combine(
         self, y: Any, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
@@ -244,7 +247,7 @@ class GraphAllToAll(Leaving):
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
         self._sums_given(_round_of(dispatched, "check_combine"), weights, out, accumulate)
 
-    @uncompiled
+    @is_told
     def combine_send(self, y: Any, dispatched: GraphDispatched) -> None:
         """Offers our experts' outputs to the ranks that the rows came from.
 
@@ -258,7 +261,7 @@ class GraphAllToAll(Leaving):
             self._thread.publish("returned", opened.number, stream, "results")
         opened.stage = Stage.RETURNED
 
-    @uncompiled
+    @is_told
     def combine_recv(
         self, answered: GraphDispatched | GraphRound, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,

@@ -73,7 +73,7 @@ class GraphMemory:
             return Rows(to_tensor(whole)[memory.offsets[name] + skipped * width :], count, width, memory.parity_bytes)
 
         def far_rows(name: str, width: int) -> Rows:
-            return rows_of(far.bytes, name, width)
+            return rows_of(far.rows_bytes, name, width)
 
         def slot_at(other: int) -> Rows:
             rows = rows_of(far.reached[other], "rows_in", config.stride_bytes, far.slot_at(other))

@@ -58,7 +58,7 @@ class Signals:
             return table(step, [(whole, rank) for other, whole in far.reached.items() if are_told(step, other)])
 
         def awaited(step: str) -> SignalTable:
-            return table(step, [(far.bytes, source) for source in far.heard if are_told(step, source)])
+            return table(step, [(far.rows_bytes, source) for source in far.heard if are_told(step, source)])
 
         self.sent = {step: sent(step) for step in SIGNALS}
         self.awaited = {step: awaited(step) for step in SIGNALS}

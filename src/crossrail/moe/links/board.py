@@ -25,6 +25,8 @@ FAREWELL, SENT, RETURNED, VIEW = 0, 1, 3, 5
 WORDS = VIEW + 1
 _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
 _PAGE = 4096
+_REASON_AT = WORDS * _core.moe.WORD_BYTES
+_NOTE_AT = _REASON_AT + _core.moe.FAREWELL_WORDS
 
 Array = npt.NDArray[Any]
 
@@ -54,7 +56,7 @@ class BoardLayout:
 
     def __init__(self, config: Config, rank: int, holds_rows: bool = True) -> None:
         self.holds_rows = holds_rows
-        self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES + _core.moe.FAREWELL_WORDS)
+        self._words_bytes = _pages(_NOTE_AT + _core.moe.FAREWELL_BYTES)
         on_board: dict[str, tuple[str, tuple[int, ...]]] = {
             "counts": ("int32", (config.experts,)),
             "order": ("int32", (config.max_tokens * config.top_k,)),
@@ -76,7 +78,11 @@ class BoardLayout:
 
     def reason(self, board: memoryview) -> Array:
         """uint8 [FAREWELL_WORDS]: why its owner left, as text; it ends at the first 0."""
-        return np.frombuffer(board, np.uint8, _core.moe.FAREWELL_WORDS, WORDS * _core.moe.WORD_BYTES)
+        return np.frombuffer(board, np.uint8, _core.moe.FAREWELL_WORDS, _REASON_AT)
+
+    def note(self, board: memoryview) -> Array:
+        """uint8 [FAREWELL_BYTES]: its owner's note (notes.py)."""
+        return np.frombuffer(board, np.uint8, _core.moe.FAREWELL_BYTES, _NOTE_AT)
 
     def half(self, board: memoryview, parity: int, rows: Block | None = None) -> Half:
         """Views of the board; they keep it alive. rows: of a board that holds none, where they are, if anywhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.errors import TransportError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, TransportError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import TAG_BYTES, Config
 from crossrail.moe.farewell import Why
@@ -24,6 +25,7 @@ from crossrail.moe.rows.interface import RowMemory
 _SETTLE_S = 5.0  # for the thread that posts, which has little to do
 _FENCE_S = 1e-3
 _TRIAL_BYTES = 64
+_NOTE_S = 0.1  # for a note to arrive before the next one leaves, which it must not overtake
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Far:
             self._doors[other] = [engine.register(self.routes.view()), self._rows.register()]
         self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
+        self._routes_of: dict[int, xr.RegionDescriptor] = {}  # far ranks' memory of routes
         self._rows_of: dict[int, xr.RegionDescriptor] = {}  # far ranks' memory of rows
+        self._noting: list[xr.Transfer] = []
         self.reached: dict[int, Any] = {}
         self.unreached: dict[int, str] = {}
         self.heard: list[int] = []
@@ -99,7 +103,7 @@ class Far:
         )
 
     @property
-    def bytes(self) -> Any:
+    def rows_bytes(self) -> Any:
         """The memory of rows, uint8."""
         return self._rows.array("uint8", (self.memory.rows.nbytes,), 0)
 
@@ -128,7 +132,7 @@ class Far:
                     xr.RegionDescriptor.from_bytes(bytes.fromhex(one)) for one in cards[rank]["memory"][str(self._rank)]
                 )
                 self.proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
-                self._rows_of[rank] = rows
+                self._routes_of[rank], self._rows_of[rank] = routes, rows
 
     def try_ways(self, timeout_s: float) -> None:
         """Writes some bytes to each far rank, where its second round will have rows, and waits: so whatever is created
@@ -283,6 +287,30 @@ class Far:
         """Tells everybody who waits for us that nothing more will come. Returns whether it was posted."""
         number, words = why.number(self._config.world), why.words_bytes()
         return Outcome.of_native(*self.proxy.say_farewell(number, words, timeout_s)).result == "ready"
+
+    def note(self, data: bytes) -> None:
+        """Shows it to far ranks, in the place of our last one. Waits for a moment at most."""
+        deadline_at_s = time.monotonic() + _NOTE_S
+        for write in self._noting:
+            with contextlib.suppress(CrossrailError):  # who cannot be told will be lost, or has closed
+                write.wait(max(deadline_at_s - time.monotonic(), 0.0))
+        self._noting.clear()
+        begin = self.memory.note_out
+        self.routes.view()[begin : begin + len(data)] = data
+        for rank, routes in self._routes_of.items():
+            if self._engine.peer_state(self._addresses[rank]) == "lost":
+                continue
+            with contextlib.suppress(CrossrailError):
+                self._noting.append(
+                    self._engine.submit_write(
+                        self.routes, routes, len(data), src_offset=begin, dst_offset=self.memory.note_in(self._rank)
+                    )
+                )
+
+    def note_of(self, rank: int) -> bytes:
+        """What that far rank shows; perhaps half of it, while it arrives."""
+        begin = self.memory.note_in(rank)
+        return bytes(self.routes.view()[begin : begin + _core.moe.FAREWELL_BYTES])
 
     def why_left(self, rank: int) -> Why:
         """What that far rank gave as reason in its farewell."""

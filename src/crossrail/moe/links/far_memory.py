@@ -77,6 +77,20 @@ class FarMemory:
         )
         return cls(bounds, routes, rows, route_bytes, config.stride_bytes, config.y_bytes)
 
+    def note_in(self, rank: int) -> int:
+        """Where that rank's note is, in the region of routes: where its row of even rounds has the reason of its
+        farewell, its row of odd ones has this.
+        """
+        return self._note_at(self.routes.offsets["routes_in"] + rank * self.route_bytes)
+
+    @property
+    def note_out(self) -> int:
+        """Likewise, of our own note, which is sent from there."""
+        return self._note_at(self.routes.offsets["routes_out"])
+
+    def _note_at(self, row: int) -> int:
+        return self.routes.parity_bytes + row + self.route_bytes - _core.moe.FAREWELL_BYTES
+
     def as_native(self) -> _core.moe.FarMemory:
         """The parts that a Proxy needs."""
         routes, rows = self.routes.offsets, self.rows.offsets

@@ -40,6 +40,7 @@ class Near:
         self._own = own = self.ranks.index(rank)
         self._world = world
         self._reasons = [layout.reason(board) for layout, board in zip(layouts, boards, strict=True)]
+        self._notes = [layout.note(board) for layout, board in zip(layouts, boards, strict=True)]
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
         self.masked: set[int] = set()
         self._silent: tuple[set[int], set[int]] = (set(), set())  # by parity: ranks whose word of dispatch is sealed
@@ -104,6 +105,14 @@ class Near:
         number = self._words.value(board, FAREWELL) // PARITIES
         words = self._reasons[board].tobytes().partition(b"\0")[0]
         return Why.of_peer(number - 2 if number >= 2 else None, words, self._world)
+
+    def note(self, data: bytes) -> None:
+        """Shows it to those who share memory with us."""
+        self._notes[self._own][:] = np.frombuffer(data, np.uint8)
+
+    def note_of(self, rank: int) -> bytes:
+        """What that rank shows; perhaps half of it, while it writes."""
+        return self._notes[self.ranks.index(rank)].tobytes()
 
     def wait(self, what: int, number: int, timeout_s: float) -> tuple[Outcome, list[int]]:
         """Waits until all have published it. Returns ranks that were lost before: none, unless these are masked."""

@@ -21,10 +21,11 @@ from crossrail.moe.errors import NoMajority, masked_out
 from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
+from crossrail.moe.links.notes import Notes
 from crossrail.moe.masking.confirmations import Confirmations
 from crossrail.moe.masking.paxos import Paxos
 from crossrail.moe.masking.views import COMBINE, DISPATCH, Lasts, View
-from crossrail.moe.outcome import Outcome, error_of, unposted_error
+from crossrail.moe.outcome import Outcome, call_failed_error, error_of, unposted_error
 from crossrail.moe.rounds import Round
 
 _SLICE_S = 5e-3  # of a wait for data, until we look at what others say
@@ -43,14 +44,16 @@ class Agreement:
     timeout_s: of calls as a rule; a rank that stands still for half of it is lost.
     """
 
-    def __init__(self, engine: xr.Engine, world: int, rank: int, near: Near, far: Far, timeout_s: float) -> None:
+    def __init__(
+        self, engine: xr.Engine, world: int, rank: int, near: Near, far: Far, notes: Notes, timeout_s: float
+    ) -> None:
         self._engine = engine
         self._rank, self._world = rank, world
-        self._near, self._far = near, far
+        self._near, self._far, self._notes = near, far, notes
         self._confirmations = Confirmations(engine, world, rank)
         self._paxos = Paxos(rank, world)
         self._addresses: Sequence[xr.Address] = []
-        self._notes: dict[int, str] = {}  # why we suspect a rank
+        self._suspicions: dict[int, str] = {}  # why we suspect a rank
         self._rounds: dict[int, Round] = {}  # by parity: the last that was opened
         self._passed = [-1] * PARITIES  # marks: nothing yet
         self._confirmed = [-1] * PARITIES  # in this view
@@ -89,8 +92,7 @@ class Agreement:
     def wait(self, opened: Round, half: int, timeout_s: float) -> tuple[int, ...]:
         """Waits until that half of the round is whole everywhere. Returns masked ranks that are not part of it.
 
-        Raises WaitTimeout, after which it may be called again; MaskedOut, NoMajority, EngineClosed, and UsageError when
-        a rank has closed its AllToAll.
+        Raises WaitTimeout, after which it may be called again; MaskedOut, NoMajority, EngineClosed, PeerFailed.
         """
         mark, parity = 2 * opened.ordinal + half, opened.ordinal % PARITIES
         deadline_at_s = self._engine._now_s + timeout_s
@@ -110,6 +112,7 @@ class Agreement:
                 if self._step():
                     continue
                 self._check_none_left(missing, opened, half)
+                self._check_notes(missing, opened, half)
                 if left_s <= 0:
                     raise self._give_up(opened, half, late, timeout_s)
             # While data is missing, the wait for it has been one already.
@@ -176,13 +179,25 @@ class Agreement:
         return True
 
     def _check_none_left(self, missing: list[int], opened: Round, half: int) -> None:
-        """UsageError when one that has not confirmed has closed its AllToAll: its confirmations came before."""
+        """PeerFailed when one that has not confirmed has closed its AllToAll: its confirmations came before."""
         for rank in missing:
             if self._has_left(rank) and rank in self._confirmations.unconfirmed(
                 self._paxos.view.number, 2 * opened.ordinal + half, self._members
             ):
                 name = f"{_HALVES[half][0]} of round {opened.number}"
                 raise self._error(Outcome("left", rank), name)
+
+    def _check_notes(self, unconfirmed: list[int], opened: Round, half: int) -> None:
+        """PeerFailed when a call has failed on a rank that we wait for."""
+        members = self._paxos.view.members
+
+        def is_missing(rank: int) -> bool:
+            has_all = self._has(rank, opened, half) and rank not in unconfirmed
+            return rank in members and not has_all and not self._has_left(rank)
+
+        if (note := self._notes.due(is_missing)) is not None:
+            name = f"{_HALVES[half][0]} of round {opened.number}"
+            raise call_failed_error(note.rank, self._addresses[note.rank], name, note.words)
 
     def _has_left(self, rank: int) -> bool:
         if rank == self._rank:
@@ -233,8 +248,8 @@ class Agreement:
                 self._suspect(rank, f"frozen for {now_s - self._frozen_at_s[rank]:.3g} s")
 
     def _suspect(self, rank: int, detail: str) -> None:
-        if rank not in self._notes:
-            self._notes[rank] = detail or self._engine.explain(self._addresses[rank]).note
+        if rank not in self._suspicions:
+            self._suspicions[rank] = detail or self._engine.explain(self._addresses[rank]).note
         self._paxos.suspect(rank)
 
     def _got(self) -> tuple[Lasts, ...]:
@@ -291,7 +306,7 @@ class Agreement:
         if (decided := self._paxos.step(now_s, self._got)) is not None:
             self._adopt(decided)
             return
-        names = ", ".join(f"{rank} ({self._addresses[rank].name!r}: {self._notes[rank]})" for rank in suspects)
+        names = ", ".join(f"{rank} ({self._addresses[rank].name!r}: {self._suspicions[rank]})" for rank in suspects)
         raise NoMajority(
             f"ranks lost: {names}. Those left are {len(view.members) - len(suspects)} of {len(view.members)}: too few "
             "to go on, since the others may do so without this one. Next: make a new AllToAll",
@@ -319,6 +334,8 @@ class Agreement:
             link = self._near if outcome.rank in self._near.ranks else self._far
             words = link.why_left(outcome.rank).words
             outcome = Outcome("left", outcome.rank, words or outcome.detail)
+        if outcome.result == "late":
+            outcome = Outcome("late", outcome.rank, self._notes.words_of(outcome.rank))
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
 
     def farewell(self, timeout_s: float) -> None:
