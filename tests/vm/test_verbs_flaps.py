@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import crossrail as xr
-from tests.conftest import EngineFactory
+from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import WAIT_S, eventually
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
@@ -121,3 +121,40 @@ def test_links_that_flap_at_random_lose_nothing_and_every_rail_comes_back(
         return all(received_bytes(nic) - carried[nic] > SIZES[-1] for nic in range(NICS))
 
     eventually(all_carry_again, "bytes on every rail", DONE_S)
+
+
+@pytest.mark.timeout(300)
+def test_peers_killed_while_links_flap_end_what_is_for_them_and_nothing_else(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables, seed: Seed
+) -> None:
+    here = open_engine(transport="verbs", rails=ONE, peer_timeout_s=10)
+    survivor = open_engine(transport="verbs", rails=OTHER, peer_timeout_s=120)
+    traffic = Traffic(survivor, here, imm=1)
+    draw = seed.rng()
+
+    for _ in range(3):
+        child = spawn_peer()
+        doomed = child.open(transport="verbs", rails=OTHER)
+        source = here.alloc(SIZES[1])
+        operations = Operations(here, source, [doomed.memory(SIZES[1]).descriptor], imm=2, page_bytes=SIZES[1] // 4)
+        here.connect(doomed.address, DONE_S)
+        ending = []
+        for step in range(6):
+            nic = int(draw.integers(NICS))
+            cables.pull(nic)
+            ending += [operations.submit(kind) for kind in ("write", "paged_writes", "read")]
+            traffic.submit(str(draw.choice(KINDS)), int(draw.choice(SIZES)))
+            if step == 3:
+                child.kill()
+            cables.plug(nic)
+        cables.repair()
+
+        traffic.expect_all_done_and_counted_once()
+        lost = 0
+        for transfer in ending:
+            try:
+                transfer.wait(DONE_S)
+            except xr.PeerLost:
+                lost += 1
+        assert lost > 0
+        source.close()
