@@ -72,6 +72,15 @@ def test_differences_name_ranks_parameters_and_bytes(plan: Plan) -> None:
     assert "target 6 is new" in differences(other, plan)
 
 
+def test_differences_name_neighbouring_ranks_together(plan: Plan) -> None:
+    other = make_plan([halves(0), halves(1)], [target(rank) for rank in (0, 7, 8, 9, 11)])
+
+    lines = differences(plan, other)
+
+    assert [line for line in lines if line.endswith("new")] == ["targets 7 to 9 are new", "target 11 is new"]
+    assert [line for line in lines if line.endswith("gone")] == ["targets 5 to 6 are gone"]
+
+
 def test_another_dtype_of_a_parameter_is_a_difference(plan: Plan) -> None:
     params = (msgspec.structs.replace(plan.params[0], dtype="bfloat16"),)
 

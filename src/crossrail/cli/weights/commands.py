@@ -43,13 +43,16 @@ cluster_options = together(
     click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
 )
 
-_trainers_option = click.option(
-    "--trainers",
-    type=click.IntRange(1, 64),
-    default=4,
-    show_default=True,
-    help="Trainers, each with a share of the model.",
-)
+
+def _number(name: str, default: int, least: int, most: int | None, words: str) -> Decorator:
+    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=words)
+
+
+def _seconds(name: str, words: str) -> Decorator:
+    return click.option(name, type=seconds(), default=600.0, show_default=True, help=words)
+
+
+_trainers_option = _number("--trainers", 4, 1, 64, "Trainers, each with a share of the model.")
 
 
 def _watermark_option(default: str, at_least: int, of: str) -> Decorator:
@@ -72,15 +75,9 @@ def _reader(text: str) -> tuple[int, int]:
 
 
 @click.command()
-@click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="Number of updates.")
+@_number("--versions", 4, 1, 1_000_000, "Number of updates.")
 @_trainers_option
-@click.option(
-    "--mib",
-    type=click.IntRange(1, 1 << 20),
-    default=16,
-    show_default=True,
-    help="Approximate size of the model in MiB, in bfloat16.",
-)
+@_number("--mib", 16, 1, 1 << 20, "Approximate size of the model in MiB, in bfloat16.")
 @transport_option()
 @click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")
 def demo(**options: Any) -> None:
@@ -108,16 +105,8 @@ def rl(**options: Any) -> None:
     "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Size of the model."
 )
 @_trainers_option
-@click.option(
-    "--targets",
-    type=click.IntRange(1, 64),
-    default=2,
-    show_default=True,
-    help="Inference ranks, each with the whole model.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Number of updates to measure."
-)
+@_number("--targets", 2, 1, 64, "Inference ranks, each with the whole model.")
+@_number("--rounds", 5, 1, 100_000, "Number of updates to measure.")
 @click.option("--fp8", is_flag=True, help="Inference ranks use fp8: all weights are converted before they are written.")
 @_watermark_option("64MiB", 1 << 16, "trainer")
 @transport_option("shm")
@@ -126,12 +115,12 @@ def rl(**options: Any) -> None:
     is_flag=True,
     help="Leave out gather and broadcast by gloo, and checkpoint-engine, as if torch were not installed.",
 )
-@click.option(
+@_number(
     "--small-writes",
-    type=click.IntRange(0, 1_000_000),
-    default=100_000,
-    show_default=True,
-    help="Writes of 1 KiB in a step that measures what each costs in Python; 0 leaves it out.",
+    100_000,
+    0,
+    1_000_000,
+    "Writes of 1 KiB in a step that measures what each costs in Python; 0 leaves it out.",
 )
 @json_option("the figures")
 def bench(**options: Any) -> None:
@@ -141,13 +130,7 @@ def bench(**options: Any) -> None:
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option(
-    "--targets",
-    type=click.IntRange(1, READERS_MAX),
-    default=1,
-    show_default=True,
-    help="Number of inference ranks to wait for; they are numbered from 0.",
-)
+@_number("--targets", 1, 1, READERS_MAX, "Number of inference ranks to wait for; they are numbered from 0.")
 @click.option(
     "--reader",
     type=_reader,
@@ -167,35 +150,11 @@ def bench(**options: Any) -> None:
 @click.option(
     "--ignore", multiple=True, help="Pattern of tensors that no rank needs, such as 'mtp.*'; may be repeated."
 )
-@click.option(
-    "--version",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Version number of these weights at the ranks.",
-)
-@click.option(
-    "--wait-s",
-    type=seconds(),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait until all have joined.",
-)
-@click.option(
-    "--timeout-s",
-    type=seconds(),
-    default=600.0,
-    show_default=True,
-    help="Seconds that the transfer may take.",
-)
+@_number("--version", 0, 0, None, "Version number of these weights at the ranks.")
+@_seconds("--wait-s", "Seconds to wait until all have joined.")
+@_seconds("--timeout-s", "Seconds that the transfer may take.")
 @_watermark_option("1GiB", 1 << 16, "reader")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    show_default=True,
-    help="First of the 16 ports (reader 0: 32) that TCP may listen on; 0: any.",
-)
+@_number("--port", 0, 0, 65535, "First of the 16 ports (reader 0: 32) that TCP may listen on; 0: any.")
 @engine_options
 @records_on_signal()
 def load(**options: Any) -> None:

@@ -139,8 +139,8 @@ def differences(one: Plan, other: Plan) -> list[str]:
         return []
     lines = []
     for what, before, after in (("trainer", one.trainers, other.trainers), ("target", one.targets, other.targets)):
-        lines += [f"{what} {rank} is gone" for rank in sorted(set(before) - set(after))]
-        lines += [f"{what} {rank} is new" for rank in sorted(set(after) - set(before))]
+        lines += [f"{ranks} gone" for ranks in _runs(what, set(before) - set(after))]
+        lines += [f"{ranks} new" for ranks in _runs(what, set(after) - set(before))]
     had, has = ({param.name: param for param in plan.params} for plan in (one, other))
     lines += [f"parameter {name} is gone" for name in had if name not in has]
     lines += [f"parameter {name} is new" for name in has if name not in had]
@@ -154,6 +154,13 @@ def differences(one: Plan, other: Plan) -> list[str]:
     if moved:
         lines.append(f"{moved:,} bytes go another way: from another trainer, or to another place")
     return lines or ["tasks are in another order, or are prepared otherwise"]
+
+
+def _runs(what: str, ranks: set[int]) -> list[str]:
+    """Neighbours together, as the subject of a sentence: "target 5 is", "targets 7 to 9 are"."""
+    firsts, lasts = ([rank for rank in sorted(ranks) if rank + step not in ranks] for step in (-1, 1))
+    pairs = zip(firsts, lasts, strict=True)
+    return [f"{what} {first} is" if first == last else f"{what}s {first} to {last} are" for first, last in pairs]
 
 
 def _moved(one: Plan, other: Plan) -> int:
