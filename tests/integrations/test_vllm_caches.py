@@ -12,7 +12,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.integrations.instance import Worker, mismatch, model_digest
-from crossrail.integrations.vllm.caches import PACKINGS, kind_of, lengths_of, read_caches, window_of
+from crossrail.integrations.vllm.caches import PACKINGS, Window, kind_of, lengths_of, read_caches, window_of
 from crossrail.kv import KvLayout, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
@@ -143,7 +143,11 @@ def test_only_windows_that_slide_are_looked_through() -> None:
     def spec(name: str, **fields: Any) -> Any:
         return type(name, (), fields)()
 
-    assert window_of(spec("SlidingWindowSpec", sliding_window=64)) == 64
+    window = window_of(spec("SlidingWindowSpec", sliding_window=64, block_size=32, extra_retained_tokens=0))
+    assert window == Window(64, 32)
+    # The token behind 95 others looks at 63 of them: at 32 to 94.
+    assert [window.has_left(computed) for computed in (0, 94, 95, 126, 127)] == [0, 0, 1, 1, 2]
+    assert Window(64, 32, kept=2).has_left(96) == 0
     assert window_of(spec("FullAttentionSpec", sliding_window=64)) is None
     assert window_of(spec("MLAAttentionSpec")) is None
     with pytest.raises(xr.UsageError, match=r"ChunkedLocalAttentionSpec: supported are FullAttentionSpec, MLA"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from crossrail.integrations.instance import Instance, Worker
+from crossrail.integrations.vllm.caches import Window
 from crossrail.integrations.vllm.orders import Chunk, Orders
 from crossrail.integrations.vllm.scheduler import COMPLETE, SchedulerSide
 from crossrail.kv import KvLayout
@@ -187,7 +188,7 @@ def test_a_router_may_name_the_transfer() -> None:
 def test_a_window_that_would_slide_past_what_is_offered(
     window: int, max_tokens: int, is_offered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    s = side(window=window)
+    s = side(window=Window(window, 32))
 
     s.new_request(Request("r", DECODE, max_tokens=max_tokens))
 
@@ -224,6 +225,21 @@ def test_a_prompt_is_fetched_behind_what_is_known() -> None:
     assert s.matched_tokens(request, 0) == (0, False), "preempted later, it is computed here"
     assert s.finished(request.ends("FINISHED_STOPPED", 120)) == (False, None)
     assert s.step(scheduled()) == Orders(idle=True)
+
+
+@pytest.mark.parametrize(("tokens", "is_fetched"), [(94, True), (95, False), (96, True), (126, True), (127, False)])
+def test_a_prompt_whose_last_token_looks_at_a_block_that_is_given_away_is_computed(
+    tokens: int, is_fetched: bool
+) -> None:
+    """vLLM computes the last token again, when the blocks that it looks at may be others' at both sides."""
+    s = side(window=Window(64, 32))
+    request = Request("r", PREFILL, list(range(tokens)))
+    s.new_request(request)
+
+    assert s.matched_tokens(request, 0) == ((tokens, True) if is_fetched else (0, False))
+
+    s.allocated(request, [0, 4, 3, 2], tokens if is_fetched else 0)
+    assert s.step(scheduled()).releases == ([] if is_fetched else ["r"])
 
 
 def test_aborted_before_it_has_blocks_it_is_released_at_the_producer() -> None:
@@ -392,15 +408,13 @@ def test_who_comes_when_it_was_fetched_takes_what_is_here() -> None:
 
 
 def test_one_whose_fetch_failed_leaves_it_to_the_next() -> None:
-    """A worker names the blocks in an earlier step than the last worker reports the request."""
     s = side()
     first, second = Request("first", PREFILL), Request("second", PREFILL)
     s.new_request(first)
     s.new_request(second)
     loads(s, first, [4, 3, 2, 1])
-    s.reported(set(), set(), {3, 9})
     assert s.matched_tokens(second, 0) == (None, False)
-    s.reported(set(), {"first"})
+    s.reported(set(), {"first"}, {"first"})
 
     orders = loads(s, second, [5, 6, 7, 8])
 

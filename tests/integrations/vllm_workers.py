@@ -44,7 +44,7 @@ def content(request: str, layer: int, head: int, page: int) -> npt.NDArray[np.ui
 class Results:
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
-    invalid: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
 
 class Side:
@@ -101,10 +101,10 @@ class Side:
         for worker, results in zip(self.workers, self.results, strict=True):
             worker.start_loads()
             worker.end_step(failed)
-            sent, received = worker.take_results()
+            sent, received, failed = worker.take_results()
             results.sent += sent
             results.received += received
-            results.invalid |= worker.take_invalid()
+            results.failed |= failed
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Of the model: on a host it is done when this returns."""

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from crossrail.errors import UsageError
 from crossrail.integrations.vllm import CrossrailConnector, stats
-from crossrail.integrations.vllm.caches import SPECS, lengths_of, window_of
+from crossrail.integrations.vllm.caches import SPECS, Window, lengths_of, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.prompts import differ, hasher_of, prompt_of
@@ -181,7 +181,7 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16, sliding_window=64
     )
 
-    assert window_of(sliding) == 64
+    assert window_of(sliding) == Window(64, 16)
     with pytest.raises(UsageError, match="KV caches of vLLM's ChunkedLocalAttentionSpec"):
         window_of(chunked)
 

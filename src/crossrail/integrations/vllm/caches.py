@@ -129,15 +129,31 @@ def _told(tensor: Any) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
 
 
-def window_of(spec: Any) -> int | None:
-    """How many tokens layers with this KV cache look back, None: at all. spec: vLLM's, of the cache.
+class Window(NamedTuple):
+    """Of layers that look at `tokens` tokens, their own among them. block: tokens in one. kept: more tokens whose
+    blocks vLLM keeps, for speculation.
+    """
+
+    tokens: int
+    block: int
+    kept: int = 0
+
+    def has_left(self, computed: int) -> int:
+        """Blocks that vLLM has given away once so many tokens are computed: the next one looks at none of them."""
+        return max(computed + 1 - self.tokens - self.kept, 0) // self.block
+
+
+def window_of(spec: Any) -> Window | None:
+    """The window of all layers with this KV cache; None: they look at all tokens. spec: vLLM's, of the cache.
 
     Raises UsageError for caches that vLLM handles in another way than a block for each block_size tokens.
     """
     name = type(spec).__name__
     if name not in SPECS:
         raise UsageError(f"the model has KV caches of vLLM's {name}: supported are {', '.join(SPECS)}")
-    return spec.sliding_window if name == "SlidingWindowSpec" else None
+    if name != "SlidingWindowSpec":
+        return None
+    return Window(spec.sliding_window, spec.block_size, spec.extra_retained_tokens)
 
 
 def kind_of(backend: str, spec: Any) -> Kind:

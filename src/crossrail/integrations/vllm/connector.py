@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -181,11 +182,11 @@ class CrossrailConnector(KVConnectorBase_V1):
         # vLLM calls this from a `finally`: also when the forward pass raised, which is being handled then.
         self._on_worker.end_step(failed=sys.exc_info()[0] is not None)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._on_worker.take_results()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._on_worker.take_invalid()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Of what failed it names requests, not blocks: of a request with invalid blocks vLLM keeps those before them,
+        and does not see that a sliding window has left some of these behind, which it would need to compute the rest.
+        """
+        return KVConnectorTransferResults(*self._on_worker.take_results())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
@@ -226,9 +227,7 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         output = connector_output
-        self._in_scheduler.reported(
-            output.finished_sending or (), output.finished_recving or (), output.invalid_block_ids or ()
-        )
+        self._in_scheduler.reported(output.finished_sending or (), output.finished_recving or (), output.failed_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finished(request)

@@ -4,7 +4,7 @@ A load ends in one of these ways; only then is it reported, and may its blocks b
 - loaded: the count is complete.
 - failed: all of the producer's ranks have confirmed that nothing can land any more, or were fenced off. A rank that is
   frozen in the middle of a copy cannot be fenced: then the load stays unreported until it can.
-- cancelled by vLLM: the same, and no blocks are reported as invalid.
+- cancelled by vLLM: the same, and nobody is told that it failed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class LoadFailed(CrossrailError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """How a load ended. invalid: blocks that do not hold what they should. seconds: since it had blocks."""
+    """How a load ended. how: "loaded", "failed" or "cancelled". seconds: since it had blocks."""
 
     request: str
-    invalid: frozenset[int]
     how: str
     seconds: float
     nbytes: int
@@ -147,14 +146,12 @@ class Consumer:
 
     def _end(self, load: o.Load, how: str, seconds: float, why: str) -> None:
         self.counts[how] += 1
-        first = self._first_page(load)
         if how == "failed":
             log.error("request %s: its KV could not be loaded: %s", load.request, why)
-        invalid = frozenset(load.blocks[first:] if how == "failed" else ())
         layout = self.layout
-        pages = layout.pages_of(load.tokens) - first
+        pages = layout.pages_of(load.tokens) - self._first_page(load)
         nbytes = pages * layout.layers * layout.parts * layout.block_bytes if how == "loaded" else 0
-        self._on_loaded(Loaded(load.request, invalid, how, seconds, nbytes))
+        self._on_loaded(Loaded(load.request, how, seconds, nbytes))
 
     async def _fetch(self, load: o.Load, pending: _Pending) -> None:
         """Returns when everything has arrived; raises the reason if not, once nothing can land any more."""

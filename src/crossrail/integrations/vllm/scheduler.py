@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from crossrail._latest import Latest
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance
+from crossrail.integrations.vllm.caches import Window
 from crossrail.integrations.vllm.fetches import Fetches
 from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
@@ -63,17 +64,12 @@ class _Offered:
 
 @dataclass
 class _Wanted:
-    """wanted None: it cannot be fetched. computed_tokens: found here when vLLM asked last.
-
-    blocks: to load into. is_invalid: a worker has reported that one of them has wrong contents.
-    """
+    """wanted None: it cannot be fetched. computed_tokens: found here when vLLM asked last."""
 
     wanted: Wanted | None
     why: str = ""
     computed_tokens: int = 0
     is_loading: bool = False
-    blocks: frozenset[int] = frozenset()
-    is_invalid: bool = False
 
 
 class SchedulerSide:
@@ -81,7 +77,7 @@ class SchedulerSide:
 
     produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
     and vLLM's kv_load_failure_policy decides what that means.
-    window: how many tokens the model looks back; None: at all of them. hasher: as of prompts.hasher_of().
+    window: of the model; None: it has none. hasher: as of prompts.hasher_of().
     wait_s: how long requests wait for blocks while nothing else is done here; then one of them is given up.
     """
 
@@ -92,7 +88,7 @@ class SchedulerSide:
         consumes: bool,
         engine_id: str,
         secret: bytes,
-        window: int | None = None,
+        window: Window | None = None,
         hasher: bytes = b"",
         wait_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -188,12 +184,12 @@ class SchedulerSide:
         own_name = choice_of[2] if choice_of and is_dealt else request.request_id
         transfer_id = parameters.transfer_id or transfer_id_of(own_name)
         tokens = request.num_prompt_tokens
-        if self._window is not None and request.max_tokens > 1 and tokens + request.max_tokens > self._window:
+        if self._window is not None and request.max_tokens > 1 and tokens + request.max_tokens > self._window.tokens:
             # While it generates, vLLM gives blocks that its window has left to others: the decoder still needs them.
             self._refuse(
                 request,
-                f"the model has a sliding window of {self._window} tokens, and max_tokens is {request.max_tokens}: "
-                "what is prefilled for others must have max_tokens 1",
+                f"the model has a sliding window of {self._window.tokens} tokens, and max_tokens is "
+                f"{request.max_tokens}: what is prefilled for others must have max_tokens 1",
             )
             return
         offered = self._offered[request.request_id] = _Offered(transfer_id, tokens, is_dealt)
@@ -220,10 +216,18 @@ class SchedulerSide:
             self._go_on(request.request_id)
         wanted = self._wanted.get(request.request_id)
         missing = request.num_prompt_tokens - computed_tokens
-        if wanted is None or wanted.is_loading or missing <= 0:
+        if wanted is None or wanted.is_loading or missing <= 0 or not self._has_window_of(request.num_prompt_tokens):
             return 0, False
         wanted.computed_tokens = computed_tokens
         return missing, True
+
+    def _has_window_of(self, tokens: int) -> bool:
+        """Whether all that a prompt's last token looks at can be fetched.
+
+        vLLM computes it again after a load, and both sides have given away by then what the token behind it does not
+        look at: a block too many, where their windows begin in different blocks.
+        """
+        return self._window is None or self._window.has_left(tokens) == self._window.has_left(tokens - 1)
 
     def _go_on(self, request: str) -> None:
         if wanted := self._fetches.go_on(request):
@@ -238,11 +242,11 @@ class SchedulerSide:
         if wanted is None or wanted.is_loading:
             return
         if not external_tokens:
-            # vLLM's decision: for example, it reads no prefix for requests with logprobs of the prompt.
+            # A window's decision, or vLLM's: for example, it reads no prefix for requests with logprobs of the prompt.
             log.info("request %s is computed here, and its KV not fetched", request.request_id)
             self._release(request.request_id)
             return
-        wanted.is_loading, wanted.blocks = True, frozenset(blocks)
+        wanted.is_loading = True
         self.counts["loads"] += 1
         self._orders.loads.append(
             Load(
@@ -343,17 +347,12 @@ class SchedulerSide:
         told = reply(offered.transfer_id, self._line, self._engine_id, request_id, offered.tokens, self._tp)
         return own is not None, told | ({"crossrail_choices": True} if offered.choices else {})
 
-    def reported(self, sent: Collection[str], received: Collection[str], invalid: Collection[int] = ()) -> None:
-        """Handles the workers' reports. invalid: blocks with wrong contents; a worker may report them some steps before
-        its request is received by all workers.
-        """
+    def reported(self, sent: Collection[str], received: Collection[str], failed: Collection[str] = ()) -> None:
+        """Handles the workers' reports. failed: those of the received whose KV is not all here."""
         self._held.difference_update(sent)
-        if invalid:
-            for wanted in self._wanted.values():
-                wanted.is_invalid |= not wanted.blocks.isdisjoint(invalid)
         for request in received:
             ended = self._wanted.pop(request, None)
-            self._fetches.end(request, fetched=ended is not None and not ended.is_invalid)
+            self._fetches.end(request, fetched=ended is not None and request not in failed)
 
     @property
     def has_pending_work(self) -> bool:

@@ -68,7 +68,7 @@ class WorkerSide:
         self._changed = threading.Condition()  # guards what follows
         self._sent: set[str] = set()
         self._received: set[str] = set()
-        self._invalid: set[int] = set()
+        self._failed: set[str] = set()
         self._data = stats.empty()
         self._counted: dict[str, int] = {}  # of the counters of others, what is in _data already
 
@@ -204,22 +204,17 @@ class WorkerSide:
         if orders.chunks and not failed:
             self._after_kernels(lambda why: self._computed(orders, why))
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        """Requests that were sent, and received, since the last call. After a step that computed nothing it waits a
-        moment for news: nobody else is in a hurry then.
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests that were sent, and received, since the last call; and those of the latter whose KV did not come.
+        After a step that computed nothing it waits a moment for news: nobody else is in a hurry then.
         """
         with self._changed:
             if self._orders.idle and not (self._sent or self._received):
                 self._changed.wait(self._options.idle_s)
             sent, self._sent = self._sent, set()
             received, self._received = self._received, set()
-            return sent, received
-
-    def take_invalid(self) -> set[int]:
-        """Blocks of requests that were received, and do not hold what they should. After take_results of the step."""
-        with self._changed:
-            invalid, self._invalid = self._invalid, set()
-            return invalid
+            failed, self._failed = self._failed, set()
+            return sent, received, failed
 
     def take_stats(self) -> stats.Data:
         """Of the time since the last call."""
@@ -265,9 +260,9 @@ class WorkerSide:
 
     def _on_loaded(self, loaded: Loaded) -> None:
         with self._changed:
-            # Both at once: vLLM asks for the blocks right after it has asked for the requests.
             self._received.add(loaded.request)
-            self._invalid |= loaded.invalid
+            if loaded.how == "failed":
+                self._failed.add(loaded.request)
             self._data[loaded.how] += 1
             self._data["loaded_bytes"] += loaded.nbytes
             if loaded.how == "loaded":
