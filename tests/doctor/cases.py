@@ -8,7 +8,7 @@ pci ADDRESS VENDOR:DEVICE CLASS [DRIVER]  bridge [acs=BITS]    soft-roce DEVICE 
 library NAME [version=TUPLE | devices=TUPLE] (opens)           broken NAME ERROR         forget NAME
 transport NAME STATE [GB_PER_S] (of the selftest)              unloadable ERROR          stale VERSION INSTALLED
 rails verbs|ofi PORT KEY=VALUE... (one more that the transport sees)
-limit memlock|nofile SOFT [HARD]          shm TOTAL FREE       env [NAME=VALUE]          host ATTRIBUTE LITERAL
+limit memlock|nofile|nproc|as SOFT [HARD]          shm TOTAL FREE       env [NAME=VALUE]          host ATTRIBUTE LITERAL
 """
 
 import ast
@@ -51,7 +51,10 @@ CONSTANTS = {
     **{f"{count}G": str(count * GIB) for count in (1, 3, 4, 64)},
 }
 SEVERITIES = {"silent": None, **{severity.value: severity for severity in Severity}}
-LIMITS = {"memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE}
+LIMITS = {
+    "memlock": resource.RLIMIT_MEMLOCK, "nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC,
+    "as": resource.RLIMIT_AS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

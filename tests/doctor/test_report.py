@@ -104,7 +104,7 @@ def test_names_of_topics_and_checks_are_known(name: str) -> None:
     ("name", "why"),
     [
         ("cpus", "cpus is no topic; there are crossrail, libraries,"),
-        ("limits.memlok", "limits.memlok is no check; of limits there are dev-shm, huge-pages,"),
+        ("limits.memlok", "limits.memlok is no check; of limits there are address-space, dev-shm,"),
         ("limits.", "limits. is no check"),
         ("cpu.count.x", "cpu.count.x is no check"),
     ],

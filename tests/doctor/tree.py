@@ -23,6 +23,8 @@ class FakeHost(Host):
         self.limits: dict[int, tuple[int | None, int | None]] = {
             resource.RLIMIT_MEMLOCK: (None, None),
             resource.RLIMIT_NOFILE: (65536, 65536),
+            resource.RLIMIT_NPROC: (None, None),
+            resource.RLIMIT_AS: (None, None),
         }
         self.closed: set[str] = set()
         self.shm: Space | None = Space(16 * GIB, 15 * GIB)

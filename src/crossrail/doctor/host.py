@@ -195,6 +195,10 @@ class Host:
         words = (self.read("/proc/self/uid_map") or "").split()
         return bool(words) and words != ["0", "0", "4294967295"]
 
+    def is_capable(self, capability: int) -> bool:
+        """Whether this process has that capability on the machine itself, not only in a user namespace."""
+        return bool(self.capabilities >> capability & 1) and not self.in_user_namespace
+
     @cached_property
     def container(self) -> str:
         """The kind of container this runs in; empty if none can be recognised."""

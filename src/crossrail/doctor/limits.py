@@ -1,4 +1,4 @@
-"""Limits of the process and its memory: locked pages, open files, shared memory, huge pages, the memory cgroup."""
+"""Limits of the process: locked pages, open files, threads, address space, shared memory, huge pages, control groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from crossrail.doctor.host import Host
 from crossrail.doctor.remedies import size, sudo, sysctl
 
 CAP_IPC_LOCK = 14
+_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24
 
 _MEMLOCK_LOW_BYTES = 1 << 30
 _FILES_LOW = 4096
+_THREADS_LOW = 256
+_USERS_THREADS_LOW = 1024
 _SHM_LOW_BYTES = 1 << 30
 _HEADROOM_LOW_BYTES = 2 << 30
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "none" as a number near 2**63
@@ -24,7 +27,7 @@ def memlock(host: Host) -> Iterator[Finding]:
     """Registered memory is locked memory, with RDMA."""
     check = "limits.memlock"
     soft, hard = host.rlimit(resource.RLIMIT_MEMLOCK)
-    exempt = bool(host.capabilities >> CAP_IPC_LOCK & 1) and not host.in_user_namespace
+    exempt = host.is_capable(CAP_IPC_LOCK)
     seen = f"RLIMIT_MEMLOCK soft {size(soft)}, hard {size(hard)}; CAP_IPC_LOCK {'held' if exempt else 'not held'}"
     if soft is None:
         yield ok(check, "locked memory: unlimited", seen)
@@ -94,6 +97,88 @@ def open_files(host: Host) -> Iterator[Finding]:
 
 def _count(value: int | None) -> str:
     return "unlimited" if value is None else f"{value:,}"
+
+
+def threads(host: Host) -> Iterator[Finding]:
+    """Each engine has threads, which count as processes do: those of a control group, and those of the user."""
+    check = "limits.threads"
+    cost = (
+        "an engine takes 2 or 3 threads, and libraries of linear algebra one per core; where none is left, opening one "
+        'fails with EAGAIN ("Resource temporarily unavailable")'
+    )
+    groups = _thread_limits(host)
+    soft, hard = host.rlimit(resource.RLIMIT_NPROC)
+    is_root = host.uid == 0 and not host.in_user_namespace
+    if is_root or host.is_capable(_CAP_SYS_RESOURCE) or host.is_capable(_CAP_SYS_ADMIN):
+        soft = None  # the kernel asks them nothing
+    if groups and (tightest := min(groups, key=lambda group: group.left)).left < _THREADS_LOW:
+        yield warning(
+            check,
+            f"the control group has room for {max(tightest.left, 0):,} more threads",
+            f"{tightest.path}: {tightest.limit:,}, in use {tightest.used:,}",
+            cost,
+            Fix("docker run --pids-limit=-1 ...", "docker, podman"),
+            Fix("podPidsLimit: -1", "kubernetes: in the kubelet's configuration"),
+            Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] TasksMax=infinity"),
+        )
+    elif soft is not None and soft < _USERS_THREADS_LOW:
+        reachable = hard is None or hard >= _USERS_THREADS_LOW
+        yield warning(
+            check,
+            f"this user may have only {soft:,} threads, of all its processes together",
+            f"RLIMIT_NPROC soft {_count(soft)}, hard {_count(hard)}",
+            cost,
+            Fix(f"ulimit -u {'unlimited' if hard is None else hard}", "in this shell")
+            if reachable
+            else Fix(sudo(host, "prlimit --pid $$ --nproc=unlimited"), "in this shell"),
+            Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] LimitNPROC=infinity"),
+        )
+    else:
+        of_group = f"{tightest.left:,} more in the control group" if groups else "no limit of a control group in sight"
+        yield ok(check, f"threads: {of_group}, {_count(soft)} for the user", "pids.max, RLIMIT_NPROC")
+
+
+@dataclass(frozen=True)
+class _ThreadLimit:
+    """The limit of a control group on threads, and how many it and all below have. path: its file."""
+
+    path: str
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        return self.limit - self.used
+
+
+def _thread_limits(host: Host) -> list[_ThreadLimit]:
+    return [
+        _ThreadLimit(path, int(text), host.read_int(f"{path.rpartition('/')[0]}/pids.current") or 0)
+        for path, text in host.control_files("pids", "pids.max", "pids.max")
+        if text.isdecimal() and len(text) < 20
+    ]
+
+
+def address_space(host: Host) -> Iterator[Finding]:
+    """What is mapped counts, touched or not."""
+    check = "limits.address-space"
+    soft, hard = host.rlimit(resource.RLIMIT_AS)
+    seen = f"RLIMIT_AS soft {size(soft)}, hard {size(hard)}"
+    if soft is None:
+        yield ok(check, "address space: unlimited", seen)
+        return
+    yield warning(
+        check,
+        f"a process may have only {size(soft)} of address space",
+        seen,
+        "all that is mapped counts, touched or not: a process with crossrail has some 200 MiB, each thread 8 MiB and "
+        "more, CUDA hundreds of GiB; beyond the limit engine.alloc fails with ENOMEM and threads with EAGAIN, however "
+        "much memory is free",
+        Fix("ulimit -v unlimited", "in this shell")
+        if hard is None
+        else Fix(sudo(host, "prlimit --pid $$ --as=unlimited"), "in this shell"),
+        Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] LimitAS=infinity"),
+    )
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:

@@ -50,6 +50,8 @@ TOPICS: dict[str, tuple[Check, ...]] = {
     "limits": (
         limits.memlock,
         limits.open_files,
+        limits.threads,
+        limits.address_space,
         limits.shared_memory,
         limits.huge_pages,
         limits.overcommit,
@@ -81,7 +83,8 @@ NAMES: dict[str, frozenset[str]] = {
         "network": "addresses arp conntrack down drops duplex interfaces mtu one-subnet rails roce-mtu speed tcp-mtu",
         "tcp": "buffer-caps congestion-control memory ports slow-start-after-idle somaxconn tcp-rmem tcp-wmem "
         "window-scaling windows",
-        "limits": "dev-shm huge-pages huge-pages-shared memlock memory-group open-files overcommit",
+        "limits": "address-space dev-shm huge-pages huge-pages-shared memlock memory-group open-files overcommit "
+        "threads",
         "container": "attach capabilities kernel kind network",
         "cpu": "clock count governor load numa numa-balancing numa-far numa-unknown quota sleep-states steal",
         "environment": "cuda-blocking cuda-visible expandable-segments fi-efa-iface fi-efa-rdma fi-log fi-provider "
