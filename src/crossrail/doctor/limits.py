@@ -1,4 +1,4 @@
-"""Limits of the process: locked pages, open files, threads, address space, shared memory, huge pages, control groups."""
+"""Limits of the process: locked pages, files, threads, address space, shared memory, huge pages, control groups."""
 
 from __future__ import annotations
 
