@@ -16,12 +16,13 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Wire
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Overloaded
-from crossrail.kv.services import waiting
+from crossrail.kv.services import known_room, waiting
+from crossrail.kv.services.known_room import Refusal
 from crossrail.kv.services.membership import Roster
 from crossrail.kv.services.placement import Placement
 from crossrail.kv.services.router import Router, RouterOptions
 from crossrail.kv.services.router_requests import Running
-from crossrail.kv.services.waiting import Refusal, Waiter, Waiting
+from crossrail.kv.services.waiting import Waiter, Waiting
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record
 from tests.support.limits import WAIT_S
@@ -389,8 +390,8 @@ async def test_request_behind_others_is_told_so(town: Town) -> None:
     town.router.options = RouterOptions(queue_s=0.3, answer_timeout_s=0.1)
     town.add("d0", 5)
     town.is_silent.add(b"d0")
-    before = [town.come(f"r{n}") for n in range(waiting._OFFERS)]
-    await until(lambda: len(town.offered) == waiting._OFFERS, "as many as may be are on their way to it")
+    before = [town.come(f"r{n}") for n in range(known_room._OFFERS)]
+    await until(lambda: len(town.offered) == known_room._OFFERS, "as many as may be are on their way to it")
     with pytest.raises(Overloaded, match="requests that came before have their turn first"):
         await town.come("late")
     for client in before:
