@@ -43,7 +43,7 @@ def check_url(url: str) -> None:
 
 
 def find_by_http(url: str, secret: bytes) -> FindRouter:
-    """Asks the router whose front is at `url` ("http://host:port"), each time again: it may have been restarted."""
+    """Asks the router whose front is at `url` ("http://host:port") at each call: it may have been restarted."""
 
     async def find() -> bytes:
         headers = {"Authorization": f"Bearer {token(secret)}"}
