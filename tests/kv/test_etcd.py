@@ -275,7 +275,20 @@ async def test_question_that_etcd_refuses_is_an_error_in_its_words(place: Place)
             await etcd.put_if_ours(place.nodes + "a", b"", 123456)
 
 
-@pytest.mark.parametrize("url", ["http://a:1", "etcd://a", "etcd://a:1,b", "etcd://a:1/b/c", "etcd:///x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a:1",
+        "etcd://a",
+        "etcd://a:1,b",
+        "etcd://a:1/b/c",
+        "etcd:///x",
+        "etcd://[::1/x",
+        "etcd://a:65536",
+        "etcd://:1/x",
+        "etcd://a:1#b",
+    ],
+)
 def test_place_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(xr.UsageError, match="must be etcd://HOST:PORT"):
         Place.from_url(url)
@@ -284,6 +297,7 @@ def test_place_that_is_none_is_refused(url: str) -> None:
 def test_place_from_url() -> None:
     assert Place.from_url("etcd://a:1,b:2/blue") == Place(("a:1", "b:2"), "blue")
     assert Place.from_url("etcd://a:1").nodes == "/crossrail/kv/default/nodes/"
+    assert Place.from_url("etcd://[::1]:2379/b").endpoints == ("[::1]:2379",)
 
 
 def test_sealed_record_is_good_under_its_own_key_only() -> None:

@@ -46,11 +46,15 @@ class Place:
 
     @classmethod
     def from_url(cls, url: str) -> Place:
-        parts = urlsplit(url)
-        endpoints = tuple(parts.netloc.split(","))
-        cluster = parts.path.strip("/") or "default"
-        ports = [endpoint.rpartition(":")[2] for endpoint in endpoints]
-        if parts.scheme != "etcd" or not all(port.isdigit() for port in ports) or "/" in cluster or parts.query:
+        try:
+            parts = urlsplit(url)
+            endpoints, cluster = tuple(parts.netloc.split(",")), parts.path.strip("/") or "default"
+            members = [urlsplit(f"//{endpoint}") for endpoint in endpoints]
+            is_whole = parts.scheme == "etcd" and all(member.hostname and member.port for member in members)
+            is_whole = is_whole and not ("/" in cluster or parts.query or parts.fragment)
+        except ValueError:  # no port number, or half an IPv6 address
+            is_whole = False
+        if not is_whole:
             raise UsageError(f"membership {url!r} must be etcd://HOST:PORT,HOST:PORT/CLUSTER")
         return cls(endpoints, cluster)
 
