@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -25,6 +26,7 @@ def coverage(arguments: list[str]) -> int:
         options = {
             "CMAKE_BUILD_TYPE": "",
             "CMAKE_CXX_FLAGS": f"-O1 {FLAGS}",
+            "CROSSRAIL_JOIN": "ON",
             "CROSSRAIL_NATIVE_TESTS": "ON",
             "CROSSRAIL_PCH": "OFF",
             **verbs_option(),
@@ -71,6 +73,7 @@ def _native() -> float:
     pages.mkdir()
     summary = folder / "summary.json"
     command = [tool("gcovr"), "--root", str(ROOT), "--filter", "native/", "--object-directory", str(folder)]
+    command += ["-j", str(os.cpu_count() or 1)]
     # Headers alone have lines in several objects, of which some never ran.
     command += ["--merge-mode-functions=merge-use-line-0", "--json-summary", str(summary)]
     must([*command, "--html-nested", str(pages / "index.html"), "--txt", "-", str(folder)], timeout_s=900)

@@ -7,9 +7,10 @@ import subprocess
 import zipfile
 from pathlib import Path
 
+from tools.dev.arguments import take_option
 from tools.dev.build import prepare
 from tools.dev.processes import BUILD, PYTHON, Failure, must, run_here, say
-from tools.dev.testing import ONE_THREAD, once_more
+from tools.dev.testing import ONE_THREAD, once_more, side_by_side
 
 # Wheels for x86-64 that have one inside. The tests always run with the 2.5 of the extra `libfabric`; 2.3 is in none.
 WHEELS = {"2.1": "impi-rt==2021.16.2", "2.2": "impi-rt==2021.17.2", "2.4": "mpich==5.0.0"}
@@ -20,19 +21,22 @@ VERSION_OF = "import ctypes, sys; v = ctypes.CDLL(sys.argv[1]).fi_version(); pri
 
 
 def libfabric(arguments: list[str]) -> int:
-    """arguments: releases; none for all of them."""
+    """arguments: releases, none for all of them; and --seed N."""
+    seed = take_option(arguments, "--seed", "")
+    options = ["--seed", seed] if seed else []
     for version in arguments:
         if version not in WHEELS:
             raise Failure(f"no wheel with libfabric {version} is known; there are: {', '.join(WHEELS)}")
     prepare()
-    return max(_test_with(version) for version in arguments or WHEELS)
+    return max(_test_with(version, options) for version in arguments or WHEELS)
 
 
-def _test_with(version: str) -> int:
+def _test_with(version: str, options: list[str]) -> int:
     library = _fetched(version)
     env = {"CROSSRAIL_LIBFABRIC": str(library), "FI_PROVIDER_PATH": str(library.parent), **ONE_THREAD}
     say(f"tests with libfabric {version}, of {WHEELS[version]}")
-    command = [PYTHON, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", "-n", "2", *once_more(), "-k", SELECTED]
+    command = [PYTHON, "-m", "pytest", "-rfEs", "-p", "no:cacheprovider", *once_more(), *side_by_side([]), *options]
+    command += ["-k", SELECTED]
     return run_here([*command, *(f"tests/{folder}" for folder in FOLDERS)], **env)
 
 
