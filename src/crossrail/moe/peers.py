@@ -312,15 +312,16 @@ class Peers:
 
         look: waits so long.
         """
-        patience = Countdown(self._engine, timeout_s)
+        left_s = timeout_s
         while True:
-            left_s = patience.left_s
-            outcome = look(min(left_s, self._slice_s))
+            slice_s = min(left_s, self._slice_s)
+            outcome = look(slice_s)
             if outcome.result != "late":
                 break
             self.parting.check_notes(is_missing, half)
-            if left_s <= self._slice_s:
+            if slice_s == left_s:
                 break
+            left_s -= slice_s
         self.parting.check(outcome, half, timeout_s)
 
     def close(self, timeout_s: float) -> None:
