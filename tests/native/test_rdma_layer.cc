@@ -116,6 +116,32 @@ TEST_CASE("rdma: refused with words: another secret, another engine at the addre
   CHECK(e.down_reason.find("no answer") != std::string::npos);
 }
 
+TEST_CASE("rdma: strangers make an engine send no more than some answers a second, wherever they say they are") {
+  constexpr uint64_t kAnswersMax = 128;
+  Net net({});
+  Node a(net, "a"), b(net, "b");
+  const auto endpoint = b.nics[0]->endpoint();
+  DatagramHead head;
+  head.kind = DatagramKind::kKnock;
+  head.to_leader = true;
+  head.endpoint = {endpoint.begin(), endpoint.end()};
+  Bytes forged = begin_datagram(head);
+  forged.resize(forged.size() + kMacBytes);
+  const auto ask = [&] {
+    for (int i = 0; i < 1000; ++i) net.inject_datagram(*a.nics[0], forged);
+  };
+  ask();
+  CHECK_FALSE(poll_until({&a, &b}, [&] { return b.transport->garbage_count() > kAnswersMax; }, 0.1));
+  CHECK(b.transport->garbage_count() == kAnswersMax);
+  CHECK(a.transport->garbage_count() == 1000);
+  a.connect(b);
+  CHECK(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+
+  poll_until({&a, &b}, [] { return false; }, 1);
+  ask();
+  CHECK(poll_until({&a, &b}, [&] { return b.transport->garbage_count() == 2 * kAnswersMax; }));
+}
+
 TEST_CASE("rdma: why a path could not be made or connected is told at the other end, whichever leads") {
   bool has_been[2][2] = {};
   for (int round = 0; round < 200; ++round) {

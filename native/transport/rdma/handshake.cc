@@ -22,11 +22,19 @@ constexpr int64_t kRetryMaxNs = 500'000'000;
 constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
 constexpr size_t kSessionsMax = 4096;
 constexpr size_t kPathsMax = 32;  // per session
+// To those that have not proven to know our address and secret. Each may name another endpoint to be answered at, and a
+// NIC's means of sending to new ones are limited: ofi's lines over tcp to 1024, of which each takes 5 s in vain.
+constexpr uint32_t kStrangersAnsweredMax = 128;
+constexpr int64_t kStrangersPeriodNs = 1'000'000'000;
 
 Bytes bytes_of(std::span<const uint8_t> span) { return Bytes(span.begin(), span.end()); }
 
 bool is_question(DatagramKind kind) {
   return kind == DatagramKind::kKnock || kind == DatagramKind::kHello || kind == DatagramKind::kResolve;
+}
+
+bool is_for_strangers(RefuseCode code) {
+  return code == RefuseCode::kVersion || code == RefuseCode::kNotMe || code == RefuseCode::kAuthentication;
 }
 
 }  // namespace
@@ -144,6 +152,7 @@ void RdmaTransport::send_path_datagram(Path& path, DatagramKind kind, PathBody b
 
 void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code, const std::string& text) {
   if (!is_question(head.kind) || head.endpoint.empty()) return;
+  if (is_for_strangers(code) && !may_answer_stranger()) return;
   DatagramHead answer;
   answer.kind = DatagramKind::kRefuse;
   answer.to_leader = !head.to_leader;
@@ -155,6 +164,14 @@ void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code
   put(bytes, RefuseBody{code, text});
   bytes.resize(bytes.size() + kMacBytes);
   rail.nic->send_datagram(head.endpoint, bytes);
+}
+
+bool RdmaTransport::may_answer_stranger() {
+  if (now_ - strangers_since_ns_ >= kStrangersPeriodNs) {
+    strangers_since_ns_ = now_;
+    strangers_answered_ = 0;
+  }
+  return strangers_answered_++ < kStrangersAnsweredMax;
 }
 
 // Tells the peer that it cannot have the path that it asked for now, and why.

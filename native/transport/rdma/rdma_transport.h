@@ -147,6 +147,7 @@ class RdmaTransport final : public Transport {
   void on_hello(Session& session, const PathBody& body);
   void on_accept(Session& session, const PathBody& body);
   void refuse(Rail& rail, const DatagramHead& head, RefuseCode code, const std::string& text);
+  bool may_answer_stranger();
   void refuse_path(const Path& path);
   Bytes begin(const Session& session, DatagramKind kind, uint32_t rail) const;
   void send_path_datagram(Path& path, DatagramKind kind, PathBody body);
@@ -297,6 +298,8 @@ class RdmaTransport final : public Transport {
   int64_t ticked_ns_ = 0;
   uint64_t garbage_ = 0;
   int64_t garbage_told_ns_ = 0;
+  int64_t strangers_since_ns_ = 0;
+  uint32_t strangers_answered_ = 0;
   // Whether the progress holder is about to sleep, and nobody has rung since.
   std::atomic<bool> armed_{false};
 };
