@@ -4,6 +4,7 @@
 
 #include "transport/rdma/nic.h"
 #include "util/codec.h"
+#include "util/prefix.h"
 
 namespace crossrail::ofi {
 
@@ -112,11 +113,7 @@ int nearness_of(const EndpointWords& a, const EndpointWords& b) {
   const size_t bits =
       std::min({static_cast<size_t>(a.prefix_bits), static_cast<size_t>(b.prefix_bits), left.size() * 8});
   if (bits == 0) return 1;
-  for (size_t bit = 0; bit < bits; bit += 8) {
-    const auto mask = static_cast<uint8_t>(0xff00u >> std::min<size_t>(8, bits - bit));
-    if ((left[bit / 8] & mask) != (right[bit / 8] & mask)) return 1;
-  }
-  return 2;
+  return share_bits(left, right, bits) ? 2 : 1;
 }
 
 }  // namespace crossrail::ofi

@@ -8,6 +8,7 @@
 #include "transport/tcp/connect.h"
 #include "util/errors.h"
 #include "util/host_addresses.h"
+#include "util/prefix.h"
 
 namespace crossrail::tcp {
 
@@ -16,14 +17,7 @@ namespace {
 constexpr int kBacklog = 512;
 
 bool same_subnet(const Endpoint& a, const Endpoint& b) {
-  if (a.family != b.family) return false;
-  const uint8_t bits = std::min(a.prefix_bits, b.prefix_bits);
-  for (uint32_t bit = 0; bit < bits; bit += 8) {
-    const uint32_t left = std::min<uint32_t>(8, bits - bit);
-    const auto mask = static_cast<uint8_t>(0xff00u >> left);
-    if ((a.ip[bit / 8] & mask) != (b.ip[bit / 8] & mask)) return false;
-  }
-  return true;
+  return a.family == b.family && share_bits(a.ip, b.ip, std::min(a.prefix_bits, b.prefix_bits));
 }
 
 Endpoint endpoint_of(const HostAddress& address) {

@@ -3,9 +3,9 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "util/codec.h"
+#include "util/prefix.h"
 
 namespace crossrail::verbs {
 
@@ -16,13 +16,6 @@ constexpr uint8_t kOfferVersion = 1;
 constexpr uint32_t kNumberMax = 0xffffff;  // of queue pairs and packets: 24 bits
 constexpr uint8_t kMtuMax = 5;
 constexpr uint32_t kMappedBits = 96;  // in front of an IPv4 address
-
-bool share_bits(const Gid& a, const Gid& b, uint32_t bits) {
-  const uint32_t whole = bits / 8;
-  if (std::memcmp(a.data(), b.data(), whole) != 0) return false;
-  const auto mask = static_cast<uint8_t>(0xff00u >> (bits % 8));
-  return bits % 8 == 0 || (a[whole] & mask) == (b[whole] & mask);
-}
 
 }  // namespace
 
