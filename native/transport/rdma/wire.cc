@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "transport/foreign_text.h"
 #include "transport/refusal.h"
 #include "util/codec.h"
 #include "util/errors.h"
@@ -237,14 +238,11 @@ std::optional<ResolvedBody> decode_resolved(std::span<const uint8_t> bytes) {
   return reader.finished() ? std::optional(body) : std::nullopt;
 }
 
-// Control characters would reach people's terminals.
 std::optional<std::string> decode_text(std::span<const uint8_t> bytes) {
   Reader reader(bytes);
   const size_t length = reader.get<uint16_t>();
   if (!reader.ok() || reader.rest().size() != length || length > kTextBytesMax) return std::nullopt;
-  std::string text(reinterpret_cast<const char*>(reader.rest().data()), length);
-  std::ranges::replace_if(text, [](char c) { return c < ' ' || c > '~'; }, '?');
-  return text;
+  return shown(std::string(reinterpret_cast<const char*>(reader.rest().data()), length));
 }
 
 std::array<uint8_t, 8> target_tag(const Incarnation& incarnation) {

@@ -9,6 +9,7 @@
 #include <new>
 #include <utility>
 
+#include "transport/foreign_text.h"
 #include "transport/shm/control_connection.h"
 #include "util/clock.h"
 #include "util/codec.h"
@@ -125,7 +126,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         on_welcome(connection, body, std::move(fds));
         return;
       case kRefuse:
-        lose_unmade(connection, "it refused us: " + reader.get_text());
+        lose_unmade(connection, "it refused us: " + shown(reader.get_text()));
         return;
       case kImport:
         on_import(connection, body);

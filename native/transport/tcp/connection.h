@@ -106,7 +106,7 @@ class Stream {
   virtual void on_cut(uint64_t /*missing_bytes*/) {}
   // The kernel could not read memory that fill() provided. The connection breaks next.
   virtual void on_fault() {}
-  // Prepares an orderly end: our last words to the peer.
+  // Always false, for on_head() and on_frame(). why: what the peer did against the protocol.
   bool reject(const std::string& why);
   // The same for a frame whose fields do not fit each other, or our state.
   bool reject_malformed(FrameType type);

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "transport/foreign_text.h"
 #include "transport/tcp/batch.h"
 #include "transport/tcp/wire.h"
 
@@ -22,11 +23,9 @@ T read_meta(std::span<const std::byte> meta) {
   return value;
 }
 
-// A peer's text, made fit to be shown: ours is plain ASCII, a stranger's may be anything.
+// A peer's text, made fit to be shown.
 inline std::string text_of(std::span<const std::byte> bytes) {
-  std::string text(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax));
-  std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
-  return text;
+  return shown(std::string(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax)));
 }
 
 template <typename T>
