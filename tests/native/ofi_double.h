@@ -46,8 +46,8 @@ class LibfabricDouble {
   void freeze(uint32_t device, bool frozen);
   // What is sent to them fails with this status of the device (efa_errno.h), 0: nothing does.
   void fail_towards(uint32_t device, int status);
-  void refuse_sends(int code);        // each message, with this code of libfabric's; 0: none
-  void refuse(uint32_t percent);      // of posts and receives from now on
+  void refuse_sends(int code);    // each message, with this code of libfabric's; 0: none
+  void refuse(uint32_t percent);  // of posts and receives from now on
   void refuse_registrations(int code);
   void break_queue(uint32_t device);  // reading it fails from now on
   // As efa, whose receipt of a message that it has given us does not get through: an error of a receive that is over.

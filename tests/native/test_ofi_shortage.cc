@@ -61,10 +61,12 @@ TEST_CASE("ofi efa: storms of refusals delay works, fragments and receives, and 
       EfaPair it(settings, seed, fabric);
       Traffic traffic(it);
       std::mt19937 random(seed);
-      REQUIRE(it.pair->until([&] {
-        if (random() % 64 == 0) it.world.refuse(std::vector<uint32_t>{0, 50, 95, 100}[random() % 4]);
-        return traffic.is_over();
-      }, 60));
+      REQUIRE(it.pair->until(
+          [&] {
+            if (random() % 64 == 0) it.world.refuse(std::vector<uint32_t>{0, 50, 95, 100}[random() % 4]);
+            return traffic.is_over();
+          },
+          60));
       it.world.refuse(0);
       traffic.expect_each_once();
     }

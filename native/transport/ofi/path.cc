@@ -189,7 +189,7 @@ bool OfiPath::send_packet(Packet kind, uint64_t number, std::span<const uint8_t>
   ssize_t code = 0;
   try {
     code = nic_.send_from(*nic_.transmit_of(*this), address_, this, packet, head, body);
-  } catch (const TransportError& error) {  // a limit on locked memory: retried with the next packet
+  } catch (const TransportError& error) {           // a limit on locked memory: retried with the next packet
     if (!is_ready_) break_by_itself(error.what());  // but without one there may be no path at all
     return false;
   }
