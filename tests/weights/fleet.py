@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import crossrail as xr
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.weights.inventory.memory import WeightMemory
@@ -192,6 +193,14 @@ class Fleet:
             wire.close()
         for engine in self.engines.values():
             engine.close()
+
+
+async def until(is_so: Callable[[], object], update: asyncio.Future[Any] | None = None) -> None:
+    """Returns once it is, or this update has ended; AssertionError after PATIENCE_S."""
+    deadline_at_s = loop_time_s() + PATIENCE_S
+    while not is_so() and (update is None or not update.done()):
+        assert loop_time_s() < deadline_at_s, "it has not come to that"
+        await asyncio.sleep(0.002)
 
 
 async def unanswered(_sender: bytes, _question: object) -> object:

@@ -17,7 +17,7 @@ from crossrail.weights.services import assigned
 from crossrail.weights.services import messages as m
 from crossrail.weights.step.task import ReadyTask
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S
+from tests.weights.fleet import PATIENCE_S, until
 
 Held = Callable[[int], None]
 
@@ -125,8 +125,7 @@ async def test_assignment_of_an_attempt_that_is_over_is_refused(make_fleet: Make
     trainer = fleet.trainers[0]
     plan = trainer._assigned
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    while trainer._going is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: trainer._going)
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
     with pytest.raises(xr.UsageError, match="attempt 2 is over"):

@@ -22,7 +22,7 @@ from crossrail.weights.services.versions import State
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, until
 from tests.weights.gpu_world import GpuWeights, GpuWorld, OnGpu
 
 
@@ -239,8 +239,7 @@ async def test_nothing_is_sent_before_kernels_that_came_before_publish_have_ende
         assert asked == [(["cuda:0"], threading.current_thread())]  # at the call, not when it is awaited
         offer = asyncio.ensure_future(publishing)
         update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-        while rows.trainer._going is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: rows.trainer._going)
         await asyncio.sleep(0.1)  # in which all would have been written
         assert not rows.wanted.any() and rows.trainer._step is None
         rows.seen[:] = 7.0  # the kernel's last act
@@ -298,8 +297,7 @@ async def test_kernels_that_still_read_end_before_anything_is_written(
     await fleet.start()
     monkeypatch.setattr(weights_gpu, "wait_for_kernels", wait)
     update = asyncio.ensure_future(fleet.update(1))
-    while len(waited) < len(fleet.receivers):
-        await asyncio.sleep(0.01)
+    await until(lambda: len(waited) >= len(fleet.receivers))
     assert not any(array.any() for sink in fleet.sinks.values() for array in sink.arrays.values())
     assert not any(receiver._buffers.versions.is_receiving for receiver in fleet.receivers.values())
     may_end.set()
@@ -322,8 +320,7 @@ async def test_reader_that_comes_while_kernels_are_waited_for_waits_for_the_upda
     monkeypatch.setattr(weights_gpu, "wait_for_kernels", wait)
     receiver = fleet.receivers[0]
     update = asyncio.ensure_future(fleet.update(1))
-    while not waited:
-        await asyncio.sleep(0.01)
+    await until(lambda: waited)
     with pytest.raises(xr.WaitTimeout):
         async with receiver.reading(0.05):
             pass
@@ -349,8 +346,7 @@ async def test_update_that_is_aborted_while_kernels_are_waited_for_lets_readers_
     with monkeypatch.context() as patched:
         patched.setattr(weights_gpu, "wait_for_kernels", wait)
         updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-        while not waited.is_set():
-            await asyncio.sleep(0.01)
+        await until(lambda: waited.is_set())
         updating.cancel()
         await asyncio.gather(updating, return_exceptions=True)
         async with fleet.receivers[0].reading(1.0) as reading:
@@ -378,8 +374,7 @@ async def test_attempts_that_give_up_on_kernels_leave_one_thread_that_waits_for_
                 await controller.update(version, 0.5)
         assert len(waiting) == 1 and waiting[0].is_alive()
         updating = asyncio.ensure_future(fleet.update(4))
-        while fleet.receivers[0]._updates.attempt is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: fleet.receivers[0]._updates.attempt)
         await asyncio.sleep(0.1)
         assert len(waiting) == 1
         may_end.set()

@@ -14,7 +14,7 @@ from crossrail.weights.services import messages as m
 from crossrail.weights.services.receiver import WeightReceiver
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, until
 
 
 async def others_get(fleet: Fleet, version: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,8 +136,7 @@ async def test_regions_of_an_abort_that_are_not_those_of_the_join_are_not_taken(
 
     fleet.mailboxes["target-1"].handle(m.Abort, other)
     update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while fleet.receivers[1]._updates.attempt is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.receivers[1]._updates.attempt)
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
     assert controller.ranks("target") == [0, 2] or fleet.receivers[1]._membership._joining is not None

@@ -11,7 +11,7 @@ from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.reports import ControllerOptions
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
+from tests.weights.fleet import PATIENCE_S, Fleet, unanswered, until
 
 
 async def test_who_does_not_answer_commit_is_named_in_the_report(
@@ -109,8 +109,7 @@ async def test_update_that_is_cancelled_while_ranks_switch_is_told_to_trainers_a
     slow.may_go_on.set()
     await asyncio.wait_for(offered, PATIENCE_S)
     assert controller.version == 1
-    while controller._under_way is not None:
-        await asyncio.sleep(0.01)
+    await until(lambda: controller._under_way is None)
     totals = controller.totals
     assert (totals.done, totals.failed, totals.cancelled, sum(totals.durations.counts)) == (1, 0, 0, 1)
     await fleet.update(2)

@@ -22,7 +22,7 @@ from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, until
 
 
 async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
@@ -93,8 +93,7 @@ async def test_trainer_that_does_not_say_how_far_it_is_does_not_end_the_telling(
 
     monkeypatch.setattr(controller, "_all", ask_all)
     update = asyncio.ensure_future(controller.update(1, PATIENCE_S, lambda stage, *_: calls.append(stage)))
-    while calls.count("write") < 3 and not update.done():
-        await asyncio.sleep(0.005)
+    await until(lambda: calls.count("write") >= 3, update)
     await fleet.publish(1)
     await update
     assert calls.count("write") >= 3 and next(refusals, None) is None
@@ -129,8 +128,7 @@ async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) 
     with pytest.raises(xr.UsageError, match="update to version 1 is under way"):
         await fleet.controller.update(2, PATIENCE_S)
     offer = asyncio.ensure_future(fleet.publish(1))
-    while fleet.trainers[0]._offer is None:
-        await asyncio.sleep(0)
+    await until(lambda: fleet.trainers[0]._offer)
     with pytest.raises(xr.UsageError, match="offers version 1 already"):
         await fleet.trainers[0].publish(2)
     await first
@@ -282,8 +280,7 @@ async def test_another_controller_takes_over_in_the_middle_of_an_update(make_fle
     # Trainer 1 offers nothing, so this one stands still after Open, and its controller dies there.
     update = asyncio.ensure_future(first.update(2, PATIENCE_S))
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
-    while any(receiver._updates.attempt is None for receiver in fleet.receivers.values()):
-        await asyncio.sleep(0.01)
+    await until(lambda: all(receiver._updates.attempt for receiver in fleet.receivers.values()))
     fleet.engines.pop("controller").close()
     await fleet.mailboxes.pop("controller").close()
     await asyncio.gather(update, return_exceptions=True)
@@ -321,8 +318,7 @@ async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_ha
     if fails:
         fleet.mailboxes["target-1"].handle(m.Open, refuse)
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    while not any(each._updates.attempt for each in fleet.receivers.values()) and not come.is_set():
-        await asyncio.sleep(0.005)
+    await until(lambda: any(each._updates.attempt for each in fleet.receivers.values()) or come.is_set())
     if not fails:
         update.cancel()
     await asyncio.wait_for(come.wait(), PATIENCE_S)
@@ -333,8 +329,7 @@ async def test_update_that_is_cancelled_again_and_again_is_under_way_until_it_ha
     with pytest.raises(xr.UsageError, match="update to version 2 is under way"):
         await controller.update(3, PATIENCE_S)
     may_answer.set()
-    while controller._under_way is not None:
-        await asyncio.sleep(0.005)
+    await until(lambda: controller._under_way is None)
     assert (controller.totals.failed, controller.totals.cancelled) == ((1, 0) if fails else (0, 1))
     fleet.mailboxes["target-1"].handle(m.Open, fleet.receivers[1]._updates.on_open)
     assert (await fleet.update(3)).written_bytes
@@ -350,8 +345,7 @@ async def test_update_that_is_cancelled_ends_everywhere(make_fleet: MakeFleet, o
     await fleet.update(1)
     offers = [asyncio.ensure_future(fleet.publish(2, [rank])) for rank in offered]
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    while not update.done() and any(receiver._updates.attempt is None for receiver in fleet.receivers.values()):
-        await asyncio.sleep(0.001)
+    await until(lambda: all(receiver._updates.attempt for receiver in fleet.receivers.values()), update)
     update.cancel()
     outcomes = await asyncio.gather(update, return_exceptions=True)
     assert isinstance(outcomes[0], asyncio.CancelledError)

@@ -21,7 +21,7 @@ from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.step.barrier import EngineBarrier
 from crossrail.weights.step.preparer import NumpyPreparer
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, unanswered
+from tests.weights.fleet import PATIENCE_S, unanswered, until
 
 
 async def test_who_is_late_is_named(make_fleet: MakeFleet) -> None:
@@ -268,8 +268,7 @@ async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
 
     async def after_another_count(sender: bytes, question: object) -> object:
         await engine.submit_barrier(group, imm)
-        while receiver._updates.attempt.counter.poll() <= receiver._updates.attempt.expected:
-            await asyncio.sleep(0.01)
+        await until(lambda: receiver._updates.attempt.counter.poll() > receiver._updates.attempt.expected)
         return await commit(sender, question)
 
     fleet.mailboxes["target-0"].handle(m.Await, after_another_count)

@@ -17,7 +17,7 @@ from crossrail.weights.services import messages as m
 from crossrail.weights.services import receiver as module
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, unanswered
+from tests.weights.fleet import PATIENCE_S, unanswered, until
 
 
 async def test_close_behind_a_frozen_writer_says_so_and_may_be_repeated(
@@ -28,12 +28,7 @@ async def test_close_behind_a_frozen_writer_says_so_and_may_be_repeated(
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-
-    async def until_it_receives() -> None:
-        while not receiver._buffers.versions.is_receiving:
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(until_it_receives(), PATIENCE_S)
+    await until(lambda: receiver._buffers.versions.is_receiving)
     given: list[float] = []
 
     def revoke_behind_a_frozen_writer(_: xr.Region, timeout_s: float) -> None:
@@ -60,8 +55,7 @@ async def test_close_keeps_its_time_while_leave_still_tries_to_fence_a_frozen_wr
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    while not receiver._buffers.versions.is_receiving:
-        await asyncio.sleep(0.01)
+    await until(lambda: receiver._buffers.versions.is_receiving)
     has_thawed = threading.Event()
 
     def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:
@@ -97,8 +91,7 @@ async def test_who_leaves_in_the_middle_of_an_update_knows_that_it_has_ended(
     offered = asyncio.ensure_future(fleet.publish(2, [0], 2 * PATIENCE_S))
     updating = asyncio.ensure_future(controller.update(2, 2 * PATIENCE_S))
     receiver = fleet.receivers[1]
-    while not receiver._buffers.versions.is_receiving or not fleet.trainers[0]._step:
-        await asyncio.sleep(0.005)
+    await until(lambda: receiver._buffers.versions.is_receiving and fleet.trainers[0]._step)
     await (fleet.trainers[0] if role == "trainer" else receiver).leave()
     with pytest.raises(UpdateFailed, match="trainer 0 has left" if role == "trainer" else "inference rank 1"):
         await asyncio.wait_for(offered, 5.0)
@@ -138,8 +131,7 @@ async def test_fence_that_a_nic_refuses_is_tried_again(make_fleet: MakeFleet, mo
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while not receiver._buffers.versions.is_receiving:
-        await asyncio.sleep(0.005)
+    await until(lambda: receiver._buffers.versions.is_receiving)
     refused: list[float] = []
 
     def refuses_once(region: xr.Region, timeout_s: float) -> None:
@@ -165,8 +157,7 @@ async def test_fence_takes_one_thread_and_a_region_that_stands_still_does_not_ke
     assert len(regions) > 2
     offered = asyncio.ensure_future(fleet.publish(1, [0]))
     updating = asyncio.ensure_future(controller.update(1, PATIENCE_S))
-    while not receiver._buffers.versions.is_receiving:
-        await asyncio.sleep(0.005)
+    await until(lambda: receiver._buffers.versions.is_receiving)
     tried: list[tuple[threading.Thread, xr.Region, float]] = []
 
     def second_stands_still_once(region: xr.Region, timeout_s: float) -> None:

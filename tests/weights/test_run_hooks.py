@@ -12,7 +12,7 @@ from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.versions import State
 from tests.support.limits import SLOWNESS
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet
+from tests.weights.fleet import PATIENCE_S, Fleet, until
 
 FOREVER_S = 1e6
 SHORT_S = 2.0 * SLOWNESS  # of an update that has a plan, and is to end in the middle of opening
@@ -33,8 +33,7 @@ class Engine:
     async def pause(self, version: int) -> None:
         self.calls.append(f"pause {version}")
         if self.fails:
-            while not all(self.calls[-1] in engine.calls for engine in self.fails_after):
-                await asyncio.sleep(0.005)
+            await until(lambda: all(self.calls[-1] in engine.calls for engine in self.fails_after))
             raise RuntimeError("half of it is paused")
         if self.hangs:
             try:
@@ -49,8 +48,7 @@ class Engine:
 
     async def sees(self, calls: list[str]) -> None:
         async def seen() -> None:
-            while len(self.calls) < len(calls):
-                await asyncio.sleep(0.005)
+            await until(lambda: len(self.calls) >= len(calls))
 
         await asyncio.wait_for(seen(), PATIENCE_S)
         assert self.calls == calls
@@ -95,8 +93,9 @@ async def test_engine_that_was_open_goes_on_once_the_update_is_aborted(make_flee
     are_open = asyncio.Event()
 
     async def watch() -> None:
-        while not (engines[0].calls and all(fleet.receivers[rank]._buffers.versions.is_receiving for rank in (1, 2))):
-            await asyncio.sleep(0.005)
+        await until(
+            lambda: engines[0].calls and all(fleet.receivers[rank]._buffers.versions.is_receiving for rank in (1, 2))
+        )
         are_open.set()
 
     watching = asyncio.ensure_future(watch())
@@ -155,8 +154,7 @@ async def test_pause_that_ends_late_is_waited_for_by_the_next(make_fleet: MakeFl
     assert "inference rank 0: pause(2) has not returned" in await fleet.failing_update(3, SHORT_S)
     assert engine.calls == ["pause 2"]
     updating = asyncio.ensure_future(fleet.update(4))
-    while fleet.receivers[0]._updates.attempt is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.receivers[0]._updates.attempt)
     assert engine.calls == ["pause 2"]
     engine.may_end.set()
     await updating
@@ -259,8 +257,7 @@ async def test_close_waits_until_a_pause_that_it_cancels_has_ended(make_fleet: M
     await engine.sees(["pause 3"])
 
     closing = asyncio.ensure_future(receiver.close())
-    while receiver._updates.attempt is not None:
-        await asyncio.sleep(0.005)
+    await until(lambda: receiver._updates.attempt is None)
     assert not closing.done()
     engine.may_end.set()
 
@@ -282,8 +279,7 @@ async def test_pause_that_cleans_up_is_not_cancelled_again(make_fleet: MakeFleet
     [pausing] = fleet.receivers[0]._hooks.tasks
     updating.cancel()
     await asyncio.gather(updating, offered, return_exceptions=True)
-    while fleet.receivers[0]._updates.attempt is not None:
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.receivers[0]._updates.attempt is None)
     await asyncio.sleep(SHORT_S)  # its time to open is over
 
     assert not pausing.done()

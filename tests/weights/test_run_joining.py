@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.services import messages as m
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S
+from tests.weights.fleet import PATIENCE_S, until
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])
@@ -35,8 +34,7 @@ async def test_who_is_left_out_again_before_it_hears_that_it_has_joined_again_do
 
     box.handle(m.Join, join)
     roster.drop(roster.members[role, 1], "it did not answer Commit")
-    while (again := member._membership._joining) is None or not again.done():
-        await asyncio.sleep(0.01)
+    await until(lambda: (again := member._membership._joining) is not None and again.done())
     assert joins == 2 and 1 in controller.ranks(role)
     await fleet.update(1)
     await fleet.assert_holds(1)

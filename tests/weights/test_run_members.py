@@ -25,7 +25,7 @@ from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.services.versions import State
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
+from tests.weights.fleet import PATIENCE_S, SECRET, Fleet, until
 
 
 async def test_rank_that_never_joins_is_named(make_fleet: MakeFleet) -> None:
@@ -54,11 +54,7 @@ async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
 
 async def noticed_as_lost(fleet: Fleet, address: bytes) -> None:
     """The controller's engine knows that it is gone."""
-    wire = fleet.mailboxes["controller"].wire
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while not wire.is_lost(address):
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
+    await until(lambda: fleet.mailboxes["controller"].wire.is_lost(address))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -256,8 +252,7 @@ async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_
     await leaving.join(controller.address)
     joined = controller._roster.members[role, 1]
     await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
-    while controller._roster.members[role, 1] is joined:
-        await asyncio.sleep(0.01)
+    await until(lambda: controller._roster.members[role, 1] is not joined)
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])
@@ -292,8 +287,7 @@ async def test_second_of_the_same_rank_takes_its_place_and_the_first_is_told(
     await (fleet.add_trainer if role == "trainer" else fleet.add_target)(1, "second")
     with pytest.raises(UpdateFailed, match=f"another {who} has joined. Next: a rank of its own for each"):
         await waiting
-    while "joined from two places" not in caplog.text:
-        await asyncio.sleep(0.01)
+    await until(lambda: "joined from two places" in caplog.text)
     assert f"{who} joined from two places: the first one lives, and takes no part any more" in caplog.text
     assert f"{who} takes no part in updates any more: another {who} has joined" in caplog.text
     await fleet.update(1)

@@ -15,7 +15,7 @@ from crossrail.weights.services.trainer import WeightTrainer
 from tests.support.limits import NEVER_S
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S
+from tests.weights.fleet import PATIENCE_S, until
 
 
 async def test_trainer_that_offers_another_version(make_fleet: MakeFleet) -> None:
@@ -62,8 +62,7 @@ async def test_who_keeps_a_trainer_waiting_until_its_time_is_up_is_named(make_fl
     controller = await fleet.start(targets=[0])
     update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
     offer = asyncio.ensure_future(fleet.publish(1, [2]))
-    while not all(trainer._going for trainer in fleet.trainers.values()) and not update.done():
-        await asyncio.sleep(0.005)
+    await until(lambda: all(trainer._going for trainer in fleet.trainers.values()), update)
 
     with pytest.raises(UpdateFailed, match=r"not complete within 0\.3 s"):
         await fleet.publish(1, [0], 0.3)
@@ -94,8 +93,7 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
     await fleet.start(targets=[0])
     trainer = fleet.trainers[0]
     updating = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    while trainer._going is None and not updating.done():
-        await asyncio.sleep(0.01)
+    await until(lambda: trainer._going, updating)
 
     await trainer._stop_step("it joins anew")  # as join() does
 
@@ -108,8 +106,7 @@ async def test_offer_that_was_withdrawn_before_the_update_began_is_named(make_fl
     fleet = make_fleet(trainer_count=2)
     await fleet.start()
     withdrawn = asyncio.ensure_future(fleet.publish(1, [0]))
-    while fleet.trainers[0]._offer is None:
-        await asyncio.sleep(0)
+    await until(lambda: fleet.trainers[0]._offer)
     withdrawn.cancel()
     await asyncio.gather(withdrawn, return_exceptions=True)
     other = asyncio.ensure_future(fleet.publish(1, [1]))
@@ -151,8 +148,7 @@ async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: Ma
     await asyncio.gather(offer, return_exceptions=True)
     fleet.sources[0].load(small.weights_of(7))
     again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
-    while trainer._offer is None:
-        await asyncio.sleep(0)
+    await until(lambda: trainer._offer)
     hold.set()
     await update
     await fleet.assert_holds(1)
@@ -219,13 +215,11 @@ async def test_publish_whose_time_is_up_says_what_the_controller_did(
         trainer = WeightTrainer(box, fleet.memory("new", "trainer", 2)[0])
     elif what == "asked":  # and waits for trainer 1
         updating.append(asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S)))
-        while trainer._going is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer._going)
     elif what == "gone":
         fleet.engines.pop("controller").close()
         await fleet.mailboxes.pop("controller").close()
-        while not trainer._mailbox.wire.is_lost(fleet.controller.address):
-            await asyncio.sleep(0.01)
+        await until(lambda: trainer._mailbox.wire.is_lost(fleet.controller.address))
 
     with pytest.raises(UpdateFailed, match=f"not complete within 0.3 s: {why}"):
         await trainer.publish(1, 0.3)
@@ -242,8 +236,7 @@ async def test_offer_that_is_made_before_the_abort_comes_is_for_the_next_attempt
     await fleet.start(targets=[0])
     trainer = fleet.trainers[0]
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    while trainer._going is None and not update.done():
-        await asyncio.sleep(0.005)
+    await until(lambda: trainer._going, update)
     with pytest.raises(UpdateFailed, match=f"not complete within {NEVER_S} s: the controller has asked for it"):
         await fleet.publish(1, [0], NEVER_S)  # trainer 1 offers nothing
     again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
@@ -263,11 +256,9 @@ async def test_offer_that_an_attempt_waits_for_ends_with_it(make_fleet: MakeFlee
     await fleet.start(targets=[0])
     offer = asyncio.ensure_future(fleet.publish(1, [0])) if offers == "before" else None
     update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    while fleet.trainers[0]._going is None and not update.done():
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.trainers[0]._going, update)
     offer = offer or asyncio.ensure_future(fleet.publish(1, [0]))
-    while fleet.trainers[0]._offer is None:
-        await asyncio.sleep(0)
+    await until(lambda: fleet.trainers[0]._offer)
     update.cancel()
     with pytest.raises(UpdateFailed, match="the update was cancelled"):
         await asyncio.wait_for(offer, PATIENCE_S / 2)
@@ -280,8 +271,7 @@ async def test_abort_that_is_late_ends_nothing_of_the_attempt_that_has_begun_sin
     await fleet.update(1)
     update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
-    while fleet.trainers[0]._going is None or fleet.trainers[0]._offer is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.trainers[0]._going and fleet.trainers[0]._offer)
     failures = fleet.receivers[0].failures
     for member in (fleet.trainers[0], fleet.receivers[0]):
         late = m.Abort(controller._attempt - 1, "late")

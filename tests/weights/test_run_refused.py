@@ -14,7 +14,7 @@ from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.trainer import WeightTrainer
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
+from tests.weights.fleet import PATIENCE_S, Fleet, unanswered, until
 
 MOVED = "up: its tensor lies elsewhere"
 WHY = rf"trainer 1: (Go: )?its publish\(1\) was refused: {MOVED}$"
@@ -39,8 +39,7 @@ def refuse(trainer: WeightTrainer, version: int = 1) -> None:
 
 async def offer_of(fleet: Fleet, rank: int) -> asyncio.Future[None]:
     offer = asyncio.ensure_future(fleet.publish(1, [rank], 2 * PATIENCE_S))
-    while fleet.trainers[rank]._offer is None:
-        await asyncio.sleep(0)
+    await until(lambda: fleet.trainers[rank]._offer)
     return offer
 
 
@@ -55,8 +54,7 @@ async def test_publish_that_is_refused_fails_the_update_that_waits_for_it(make_f
     controller = await fleet.start(targets=[0])
     offer = await offer_of(fleet, 0)
     update = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
-    while fleet.trainers[1]._going is None and not update.done():
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.trainers[1]._going, update)
 
     await asyncio.to_thread(refuse, fleet.trainers[1])  # the call may be made on any thread
 
@@ -90,8 +88,7 @@ async def test_publish_that_is_refused_while_ranks_get_ready_leaves_their_weight
     offer = await offer_of(fleet, 0)
     async with fleet.receivers[0].reading():
         update = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
-        while fleet.receivers[0]._updates.attempt is None and not update.done():
-            await asyncio.sleep(0.005)
+        await until(lambda: fleet.receivers[0]._updates.attempt, update)
 
         refuse(fleet.trainers[1])
 

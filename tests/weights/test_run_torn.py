@@ -21,7 +21,7 @@ from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.services.versions import State
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, Fleet, unanswered
+from tests.weights.fleet import PATIENCE_S, Fleet, unanswered, until
 
 
 async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(make_fleet: MakeFleet) -> None:
@@ -47,8 +47,7 @@ async def begun_and_cancelled(fleet: Fleet, version: int) -> None:
     """An update for which trainer 1 does not come, and trainer 0 may have written its half."""
     offered = asyncio.ensure_future(fleet.publish(version, [0], 2 * PATIENCE_S))
     updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
-    while fleet.trainers[0]._going is None:
-        await asyncio.sleep(0.005)
+    await until(lambda: fleet.trainers[0]._going)
     updating.cancel()
     await asyncio.gather(offered, updating, return_exceptions=True)
 
@@ -63,8 +62,7 @@ async def opening(fleet: Fleet, version: int) -> AsyncIterator[None]:
     others = [receiver for rank, receiver in fleet.receivers.items() if rank]
     offered = asyncio.ensure_future(fleet.publish(version))
     updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
-    while not all(receiver._buffers.versions.is_receiving for receiver in others):
-        await asyncio.sleep(0.005)
+    await until(lambda: all(receiver._buffers.versions.is_receiving for receiver in others))
     yield
     updating.cancel()
     outcomes = await asyncio.gather(updating, offered, return_exceptions=True)
@@ -104,8 +102,7 @@ async def test_spare_memory_that_no_trainer_has_written_is_what_it_was(make_flee
         await fleet.update(2)
         offered = asyncio.ensure_future(fleet.publish(3))  # waits for that reader
         updating = asyncio.ensure_future(fleet.controller.update(3, PATIENCE_S))
-        while not fleet.receivers[1]._buffers.versions.is_receiving:
-            await asyncio.sleep(0.005)
+        await until(lambda: fleet.receivers[1]._buffers.versions.is_receiving)
         updating.cancel()
         await asyncio.gather(updating, offered, return_exceptions=True)
     assert fleet.receivers[1]._buffers.versions._states == [State.WHOLE] * 2
@@ -131,8 +128,7 @@ async def test_weights_are_torn_unless_it_is_certain_that_no_trainer_writes(make
             }[told]
             await fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
     await controller.ready([], [1], PATIENCE_S)
-    while receiver._updates.attempt is not None:
-        await asyncio.sleep(0.005)
+    await until(lambda: receiver._updates.attempt is None)
     assert receiver.state is State.TORN and receiver.memory.is_torn
     assert fleet.receivers[2].state is State.WHOLE
 
@@ -174,8 +170,7 @@ async def test_fence_that_is_under_way_ends_though_no_trainer_writes(
         abort = m.Abort(attempt.number, "rank 0 does not pause", has_begun=False)
         told = fleet.mailboxes["controller"].ask(receiver._mailbox.address, abort, m.Aborted, PATIENCE_S)
         asking = asyncio.ensure_future(told)
-        while not attempt.is_unwritten:
-            await asyncio.sleep(0.005)
+        await until(lambda: attempt.is_unwritten)
         may_fence.set()
         await asking
         assert receiver.state is State.WHOLE and not receiver.memory.is_torn
@@ -316,8 +311,7 @@ async def test_spare_memory_stays_open_while_it_is_copied_back_though_close_is_c
 
     monkeypatch.setattr(WeightMemory, "copy_from", slow_copy_from)
     closing = asyncio.ensure_future(receiver.close())
-    while not has_begun.is_set():
-        await asyncio.sleep(0.01)
+    await until(lambda: has_begun.is_set())
     assert receiver._freeing is not None
     for task in (closing, receiver._freeing):  # as at the end of asyncio.run()
         task.cancel()
@@ -347,8 +341,7 @@ async def test_receiver_that_is_made_while_weights_are_copied_back_has_whole_wei
 
     monkeypatch.setattr(weights_gpu, "wait_for_kernels", copying)
     closing = asyncio.ensure_future(fleet.receivers[0].close())
-    while not memory.is_torn:
-        await asyncio.sleep(0.01)
+    await until(lambda: memory.is_torn)
     closing.cancel()
     joining = asyncio.ensure_future(another_receiver(fleet, 0))
     await asyncio.sleep(0.1)
@@ -373,8 +366,7 @@ async def test_update_in_place_that_is_aborted_while_it_waits_for_a_reader_lets_
     async with receiver.reading(PATIENCE_S):
         offered = asyncio.ensure_future(fleet.publish(2))
         updating = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-        while not receiver._buffers.versions._openings:
-            await asyncio.sleep(0.005)
+        await until(lambda: receiver._buffers.versions._openings)
         updating.cancel()
         await asyncio.gather(updating, offered, return_exceptions=True)
 

@@ -27,7 +27,7 @@ from crossrail.weights.step.step import Step
 from tests.support.limits import SLOWNESS
 from tests.weights.allocations import no_engine_memory, python_bytes
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S
+from tests.weights.fleet import PATIENCE_S, until
 from tests.weights.small_model import TARGETS
 
 
@@ -224,8 +224,7 @@ async def test_update_in_place_waits_for_readers_and_pauses(make_fleet: MakeFlee
     fleet.receivers[1]._hooks.pause, fleet.receivers[1]._hooks.resume = pause, resume
     async with fleet.receivers[1].reading(PATIENCE_S):
         update = asyncio.ensure_future(fleet.update(1))
-        while not calls:
-            await asyncio.sleep(0.01)
+        await until(lambda: calls)
         with pytest.raises(xr.WaitTimeout):
             await fleet.receivers[1].wait_version(1, 0.2)
     await update
@@ -312,8 +311,7 @@ async def test_a_reading_within_another_does_not_wait_for_the_update_that_waits_
     receiver = fleet.receivers[1]
     async with receiver.reading(PATIENCE_S) as outer:
         update = asyncio.ensure_future(fleet.update(1))
-        while not receiver._buffers.versions._openings and not update.done():
-            await asyncio.sleep(0.01)
+        await until(lambda: receiver._buffers.versions._openings, update)
         async with receiver.reading(PATIENCE_S) as inner:
             assert inner.version == outer.version
         with pytest.raises(xr.WaitTimeout, match="an update is under way"):
@@ -335,8 +333,7 @@ async def test_readers_come_again_when_an_update_that_waited_for_one_gives_up(ma
         late_waits = asyncio.Event()
         fleet.run_out_of_time(late_waits.is_set)
         update = asyncio.ensure_future(fleet.failing_update(1))
-        while not receiver._buffers.versions._openings and not update.done():
-            await asyncio.sleep(0.01)
+        await until(lambda: receiver._buffers.versions._openings, update)
         late = asyncio.create_task(read_once(receiver, PATIENCE_S))
         await asyncio.sleep(0)
         late_waits.set()
@@ -436,8 +433,7 @@ async def test_nobody_reads_from_a_trainer_that_has_not_offered_yet(make_fleet: 
     update = asyncio.ensure_future(fleet.controller.update(2, PATIENCE_S))
     steps = [fleet.trainers[rank] for rank in (0, 1, 2)]
     first = [trainer._step for trainer in steps]
-    while any(trainer._step is before or trainer._step is None for trainer, before in zip(steps, first, strict=True)):
-        await asyncio.sleep(0.01)
+    await until(lambda: all(trainer._step not in (before, None) for trainer, before in zip(steps, first, strict=True)))
     await asyncio.sleep(0.2)  # in which the others would gather all they can
     await fleet.publish(2, [3])
     report = await update
@@ -516,8 +512,7 @@ async def test_a_load_that_was_dropped_ends_before_its_memory_is_used_anew(make_
     held = [trainer._loader.submit(let_go.wait) for trainer in trainers]
     update = asyncio.ensure_future(fleet.update(1))
     try:
-        while any(trainer._assigned is None for trainer in trainers):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(trainer._assigned for trainer in trainers))
         await asyncio.sleep(0.5)
         assert all(trainer._arena is None for trainer in trainers)
     finally:
