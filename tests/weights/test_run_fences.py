@@ -1,4 +1,4 @@
-"""Writers are out before an update ends: behind those that stand still, whoever leaves or closes."""
+"""Writers are out before an update ends: also those that are frozen, whoever leaves or closes."""
 
 from __future__ import annotations
 

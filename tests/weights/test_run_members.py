@@ -266,7 +266,7 @@ async def test_last_word_counts_in_whatever_order_they_come(make_fleet: MakeFlee
     left = m.Leave(next_word(box))
     await member.leave()
 
-    with pytest.raises(NoAnswer, match="it has left, or joined anew, since it asked"):
+    with pytest.raises(NoAnswer, match="it has left, or joined again, since it asked"):
         await box.ask(controller.address, joined, m.Joined, PATIENCE_S)
     assert 1 not in controller.ranks(role)
 
@@ -373,7 +373,7 @@ async def test_join_is_not_overtaken_by_word_of_an_earlier_one(make_fleet: MakeF
 
     async def late_word(sender: bytes, question: m.Join) -> object:
         fleet.mailboxes["controller"].handle(m.Join, join)
-        told = m.Evicted("it did not answer Abort")  # sent before it joined anew, and slow
+        told = m.Evicted("it did not answer Abort")  # sent before it joined again, and slow
         await fleet.mailboxes["controller"].ask(member_before.address, told, m.Taken, PATIENCE_S)
         await asyncio.sleep(0.05)
         return await join(sender, question)

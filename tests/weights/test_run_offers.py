@@ -95,9 +95,9 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
     updating = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
     await until(lambda: trainer._going, updating)
 
-    await trainer._stop_step("it joins anew")  # as join() does
+    await trainer._stop_step("it joins again")  # as join() does
 
-    why = "its step was stopped: it joins anew"
+    why = "its step was stopped: it joins again"
     with pytest.raises(UpdateFailed, match=f"^weight update 1 failed: trainer 0: Go: {why}$"):
         await updating
 

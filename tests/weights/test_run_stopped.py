@@ -1,4 +1,4 @@
-"""An inference rank that stands still while it is written to."""
+"""An inference rank that is frozen while it is written to."""
 
 from __future__ import annotations
 

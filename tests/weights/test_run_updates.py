@@ -460,7 +460,7 @@ async def test_loop_goes_on_while_thousands_of_arrays_join(
     def slow(work: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
             asyncio.run_coroutine_threadsafe(beat(), loop)
-            assert went_on.wait(PATIENCE_S), "the event loop stood still"
+            assert went_on.wait(PATIENCE_S), "the event loop was blocked"
             return work(*args)
 
         return wrapped

@@ -67,7 +67,7 @@ def test_differences_name_ranks_parameters_and_bytes(plan: Plan) -> None:
     lines = differences(plan, other)
 
     assert "target 6 is gone" in lines
-    # What target 6 had, and what target 5 had from the first trainer, which is balanced anew.
+    # What target 6 had, and what target 5 had from the first trainer, which is balanced again.
     assert "256 bytes go another way: from another trainer, or to another place" in lines
     assert "target 6 is new" in differences(other, plan)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.05  # between looks at whether another has failed
 _PAUSE_S = (0.001, 0.05)  # pauses between polls for others' messages: the first, and the longest
 _LEAVING_S = 5.0
-_CONNECT_S = 1.0  # to a rank that has not begun: one that stands still is waited for
+_CONNECT_S = 1.0  # to a rank that has not begun: one that is frozen is waited for
 _OWN_WORD_S = 2.0  # for a rank whose own step has timed out: its report tells more than its silence
 _FAILED = "failed"
 
@@ -162,7 +162,7 @@ class Meeting:
 
     def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
         """From now on look() notices when the next rank dies; so all ranks together watch everyone. Ranks that our
-        engine had given up are tried anew: they were frozen or cut off, and have reported that they are alive.
+        engine had given up are tried again: they were frozen or cut off, and have reported that they are alive.
         """
         for address in addresses:
             if engine.peer_state(address) == "lost":
@@ -185,7 +185,7 @@ class Meeting:
         try:
             engine.connect(address, min(_CONNECT_S, self.timeout_s))
         except WaitTimeout:
-            return  # it stands still, or is far: again at the next look
+            return  # it is frozen, or far: again at the next look
         except CrossrailError as error:
             if begins:  # refused at once
                 raise CheckpointUpdateFailed(f"rank {self._next} is gone: {error}") from error
@@ -214,7 +214,7 @@ class Meeting:
         if self._watched is not None:
             rank, engine, address = self._watched
             if engine.peer_state(address) == "lost":
-                if self._engine is not None:  # it may load a checkpoint, and have stood still: a new connection shows
+                if self._engine is not None:  # it may have been busy loading a checkpoint: a new connection shows
                     self._watched = None
                     return
                 raise CheckpointUpdateFailed(

@@ -107,7 +107,7 @@ class CrossrailCheckpointEngine(CheckpointEngine):
         )
 
     def init_process_group(self, ranks: Sequence[Mapping[str, Any]], share: Sequence[int]) -> None:
-        """ranks: those at the other end. One that our engine had given up is looked for anew: it lives, for it was
+        """ranks: those at the other end. One that our engine had given up is looked for again: it lives, for it was
         prepared, and was frozen, or cut off.
         """
         if self._update is None:

@@ -87,7 +87,7 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         self._is_torn = False  # as the last worker has left them
 
     def init_transfer_engine(self, init_info: CrossrailInitInfo) -> None:
-        """Joins the controller. Called again: leaves, and joins anew."""
+        """Joins the controller. Called again: leaves, and joins again."""
         self.shutdown()
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -128,7 +128,7 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
     def shutdown(self) -> None:
         """Nothing is written into the model any more when it returns. Idempotent.
 
-        Raises WaitTimeout while a writer stands still in the model, whose memory must stay: call it again.
+        Raises WaitTimeout while a frozen writer may still write to the model, whose memory must stay: call it again.
         """
         if self._worker is not None:
             self._worker.close()

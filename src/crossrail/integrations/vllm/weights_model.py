@@ -1,7 +1,7 @@
 """Where the weights of a vLLM worker's model are written, and what vLLM has to do with them afterwards.
 
 Weights that kernels read as loaded are written in place. Layers whose weights vLLM changes after loading (packed for
-the CPU, shuffled for a kernel, fp8 whose scales a backend lays out anew) are written to memory beside the model, in the
+the CPU, shuffled for a kernel, fp8 whose scales a backend rearranges) are written to memory beside the model, in the
 form in which vLLM loads them, and reloaded from there.
 """
 

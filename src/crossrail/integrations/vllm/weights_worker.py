@@ -127,7 +127,7 @@ class WeightsWorker:
         version is here already: it is written again.
 
         Raises UpdateFailed as soon as an attempt at it has failed, or the time is up; writers are out then too, or it
-        says that they are not yet, and it says if weights are torn. That may take until a writer that stands still is
+        says that they are not yet, and it says if weights are torn. That may take until a writer that is frozen is
         given up (FENCE_S), and join_s more while the controller is silent.
         """
         self._check_open()
@@ -142,8 +142,8 @@ class WeightsWorker:
     def close(self) -> None:
         """Leaves; nothing is written any more when it returns. Idempotent.
 
-        Raises WaitTimeout while a writer stands still in the memory, which must stay then: call it again. No update
-        comes meanwhile. After the interpreter's end, which closes the engine, it has nothing to do.
+        Raises WaitTimeout while a frozen writer may still write to the memory, which must stay then: call it again.
+        No update comes meanwhile. After the interpreter's end, which closes the engine, it has nothing to do.
         """
         if _ending.is_over:
             return
@@ -191,7 +191,7 @@ class WeightsWorker:
             self._before = None
 
     async def _lock_out(self, receiver: WeightReceiver) -> str:
-        """Joins anew, which ends an attempt still in progress, and offers this rank for the next.
+        """Joins again, which ends an attempt still in progress, and offers this rank for the next.
 
         Returns what to report if writers may still be active, else nothing.
         """

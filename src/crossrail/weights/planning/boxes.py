@@ -102,7 +102,7 @@ def _candidates(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Ints]:
 
 def _furthest(key: Ints, value: Ints) -> Ints:
     """For each row the largest value of its key so far. key: ascending."""
-    _, rank = distinct([key, value])  # ranks ascend by key, then value: so their maximum starts anew with each key
+    _, rank = distinct([key, value])  # ranks ascend by key, then value: so each key has a maximum of its own
     by_rank = np.empty_like(value)
     by_rank[rank] = value
     furthest: Ints = by_rank[np.maximum.accumulate(rank)]

@@ -287,7 +287,7 @@ def _starts(owners: Ints, count: int) -> Ints:
 
 
 def _follow(rows: Rows, field: str, starts: Ints, owners: Ints) -> tuple[Ints, Rows]:
-    """The rows of these owners, which are numbered anew; first, which rows these are."""
+    """The rows of these owners, renumbered; first, which rows these are."""
     counts = starts[owners + 1] - starts[owners]
     number = np.repeat(np.arange(len(owners)), counts)
     which = starts[owners][number] + ranges(counts)

@@ -19,7 +19,7 @@ from crossrail.weights.planning.plan import Plan
 
 SLOWEST = 1 / 64  # of the fastest: what is slower is planned for as if it were this
 _COST = 64  # of a byte at the fastest trainer: costs are whole, so plans do not depend on how floats are added up
-_SAME = 0.25  # a speed that changed by less is the one that it was: plans are not made anew for noise
+_SAME = 0.25  # a speed that changed by less is the one that it was: noise makes no new plan
 
 
 def check_speeds(speeds: Mapping[int, float]) -> None:

@@ -438,7 +438,7 @@ class WeightController:
     async def _tell_planned(
         self, planned: list[Member], message: object, answer: type[_T], why: dict[Member, str]
     ) -> set[Member]:
-        """Returns the members that have answered. why: reasons of the others. A trainer that has joined anew is told
+        """Returns the members that have answered. why: reasons of the others. A trainer that has joined again is told
         too: its publish() goes on, while an inference rank has ended the attempt.
         """
         there: dict[Member, Member] = {}

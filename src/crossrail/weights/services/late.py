@@ -12,7 +12,7 @@ from crossrail.weights.services.members import Member
 
 _WHO_S = 0.5  # for members to say why an update is late
 _NAMED = 8
-_STOOD_S = 1.0  # more than what is slow of a busy loop
+_BLOCKED_S = 1.0  # more than what is slow of a busy loop
 
 
 class Late:
@@ -49,9 +49,9 @@ class Late:
 
         others: inference ranks, which may keep trainers waiting that write to them.
         """
-        if self.over_s > _STOOD_S:  # nobody else is to blame
+        if self.over_s > _BLOCKED_S:  # nobody else is to blame
             return (
-                f": the controller's event loop stood still until {self.over_s:.1f} s after that: its process was "
+                f": the controller's event loop did not run until {self.over_s:.1f} s after that: its process was "
                 "stopped, or something blocks the loop"
             )
         trainers = [member for member, kind in self._asked.items() if kind is m.Go]

@@ -143,8 +143,9 @@ async def until_reached(
 ) -> None:
     """Runs it, with the seconds that are left, again while it raises Unreachable and is wanted, ever more seldom.
 
-    Each time who is at this address is looked for anew: it may have been frozen or cut off, and a try may only end what
-    is left here of a connection that it has given up. Raises Unreachable when the time is over, and what else it does.
+    Each time our engine looks again for who is at this address: it may have been frozen or cut off, and a try may only
+    end what is left here of a connection that it has given up. Raises Unreachable when the time is over, and what else
+    it does.
     """
     deadline_at_s = loop_time_s() + for_s
     pause_s = _AGAIN_S
@@ -286,7 +287,7 @@ class Membership:
         self, controller: bytes, inventory: bytes, timeout_s: float, spare: list[bytes] | None = None, *, is_again: bool
     ) -> None:
         """Asks to join; answers to earlier joins no longer count. If our engine has given up the controller, it is
-        tried anew: it may have been frozen or cut off.
+        tried again: it may have been frozen or cut off.
 
         is_again: as in Join. Raises MemberRefused, NoAnswer, Unreachable.
         """
@@ -308,7 +309,7 @@ class Membership:
         except Unreachable as error:
             raise Unreachable(
                 f"{self._who}: its controller cannot be reached: {error}. Next: see that its process runs, and join() "
-                "the address that it has now: one that was started anew has another"
+                "the address that it has now: one that was restarted has another"
             ) from None
         if isinstance(answer, m.JoinRefused):
             self._takes_part = False
@@ -319,7 +320,7 @@ class Membership:
     @asynccontextmanager
     async def asking(self) -> AsyncIterator[None]:
         """Wraps a join() of the user's: an automatic one has to wait for it. Otherwise the controller would accept only
-        that one, and the caller would be told that it has joined anew.
+        that one, and the caller would be told that it has joined again.
         """
         if self.is_again:
             yield
@@ -334,7 +335,7 @@ class Membership:
 
     def displaced(self, why: str, number: int) -> bool:
         """The controller says that another process has joined under this rank since our Join of this number. We do not
-        join again automatically. Returns whether that is news: we may have joined anew since.
+        join again automatically. Returns whether that is news: we may have joined again since.
         """
         if not self._takes_part or number < self._join_number:
             return False

@@ -126,7 +126,7 @@ class WeightReceiver(AsyncClosing):
 
     async def _join_with(self, controller: bytes, timeout_s: float, *, displaces: bool) -> None:
         self._updates.belong_to(controller)
-        await self._updates.fail("it joins anew")
+        await self._updates.fail("it joins again")
         inventory = await in_thread(packed_inventory, self.memory)
         await self._buffers.provide()
         self._check_may_join()
@@ -197,7 +197,7 @@ class WeightReceiver(AsyncClosing):
 
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Leaves: the next update is without this rank. One in progress fails, here too: its writers are fenced off,
-        which goes on after timeout_s if one stands still. UsageError before join().
+        which goes on after timeout_s if one is frozen. UsageError before join().
         """
         deadline_at_s = deadline_in(timeout_s)
         await self._membership.leave(self._updates.controller, timeout_s)
@@ -280,5 +280,5 @@ class WeightReceiver(AsyncClosing):
                     self._updates.fail_persistently(evicted.reason), "ending an update that is not for it any more"
                 )
         else:
-            self._membership.left_out(evicted, sender, lambda: self._updates.fail_persistently("it joins anew"))
+            self._membership.left_out(evicted, sender, lambda: self._updates.fail_persistently("it joins again"))
         return m.Taken()

@@ -126,7 +126,7 @@ class Roster:
         except UsageError as error:
             return m.JoinRefused(clipped(error))
         if self._is_late(sender, join.number):
-            raise UsageError("it has left, or joined anew, since it asked")
+            raise UsageError("it has left, or joined again, since it asked")
         buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
         member = Member(inventory.role, inventory.rank, sender, inventory, buffers, join.number)
         before = self.members.get((member.role, member.rank))

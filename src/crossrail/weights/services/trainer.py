@@ -126,7 +126,7 @@ class WeightTrainer(AsyncClosing):
             await self._join_with(controller, timeout_s)
 
     async def _join_with(self, controller: bytes, timeout_s: float) -> None:
-        await self._stop_step("it joins anew")
+        await self._stop_step("it joins again")
         if controller != self._controller:
             self._controller, self._attempt_max, self._step_attempt, self._pieces = controller, 0, 0, Pieces()
             self._withdrawn = self._refused = None

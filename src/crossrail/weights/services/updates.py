@@ -66,7 +66,7 @@ class Updates:
         self._kernels.cancel()
 
     def belong_to(self, controller: bytes) -> None:
-        """Attempts are this controller's from here on, which numbers them anew if it is another one."""
+        """Attempts are this controller's from here on, which counts them from 1 if it is another one."""
         if controller != self.controller:
             self.controller, self._attempt_max = controller, 0
 
@@ -213,7 +213,7 @@ class Updates:
 
     async def fail_persistently(self, why: str) -> None:
         """Like fail(), but keeps trying while a writer is frozen, which may thaw or be killed, or while a NIC refuses
-        to register memory anew.
+        to register memory again.
         """
         attempt, pause_s = self.attempt, _FENCE_AGAIN_S
         while attempt is not None and self.attempt is attempt:

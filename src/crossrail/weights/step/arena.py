@@ -70,5 +70,5 @@ class Arena:
         self._free.insert(at, (offset, length))
 
     def reset_peak(self) -> None:
-        """peak_bytes starts anew."""
+        """peak_bytes counts from now on."""
         self.peak_bytes = self.used_bytes
