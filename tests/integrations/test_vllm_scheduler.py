@@ -47,6 +47,7 @@ def scheduled(
     cached: dict[str, tuple[int, int, list[int] | None]] | None = None,
     resumed: set[str] | None = None,
     preempted: set[str] | None = None,
+    has_sync_kv_loads: bool = False,
 ) -> Any:
     """Of each request: tokens computed before, tokens of this step, blocks that are new."""
     new, cached = new or {}, cached or {}
@@ -54,6 +55,7 @@ def scheduled(
         total_num_scheduled_tokens=sum(n for _, n, _ in [*new.values(), *cached.values()]),
         num_scheduled_tokens={request: n for request, (_, n, _) in [*new.items(), *cached.items()]},
         preempted_req_ids=preempted,
+        has_sync_kv_loads=has_sync_kv_loads,
         scheduled_new_reqs=[
             SimpleNamespace(req_id=request, num_computed_tokens=computed, block_ids=(blocks,))
             for request, (computed, _, blocks) in new.items()
@@ -99,6 +101,24 @@ def test_a_prompt_in_chunks_is_offered_and_held() -> None:
     assert s.step(scheduled()).finished == ["r"] and s.has_pending_work
     s.reported({"r"}, set())
     assert not s.has_pending_work
+
+
+def test_what_another_connector_loads_within_a_step_is_not_sent_before_vllm_knows_that_it_came() -> None:
+    """In a MultiConnector. If it has not come, vLLM computes the request again from there."""
+    s = side()
+    request, other = Request("r", DECODE), Request("other", DECODE)
+    s.new_request(request)
+    s.new_request(other)
+
+    loaded = s.step(scheduled(new={"r": (64, 36, [5, 6, 9, 2])}, has_sync_kv_loads=True))
+    again = s.step(scheduled(cached={"r": (32, 68, None)}, new={"other": (64, 36, [5, 6, 1, 3])}))
+    delayed, told = s.finished(request.ends("FINISHED_LENGTH_CAPPED", 100))
+    last = s.step(scheduled())
+
+    assert loaded.chunks == [Chunk("r", 0, 0, (5, 6, 9, 2))]
+    assert again.chunks == [Chunk("other", 0, 0, (5, 6, 1, 3)), Chunk("r", 0, 4, ())]
+    assert delayed and told is not None
+    assert (last.chunks, last.finished) == ([Chunk("r", 100, 4, ())], ["r"])
 
 
 @pytest.mark.parametrize("status", COMPLETE)

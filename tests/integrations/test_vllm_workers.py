@@ -125,6 +125,19 @@ def test_layer_by_layer_for_who_asked_before(p: Side, d: Side) -> None:
     d.assert_holds("b", THEIRS, as_of="a")
 
 
+def test_what_is_said_to_be_computed_when_it_is_finished_is_sent_then(p: Side, d: Side) -> None:
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+    p.step(Orders(chunks=[Chunk("a", 0, 0, tuple(MINE))]), {"a": (range(4), MINE)})
+    assert not d.results[0].received and d.untouched(THEIRS[0])
+    p.step(Orders(idle=True, chunks=[Chunk("a", TOKENS, 4, ())], finished=["a"]))
+    d.until_received("b")
+    p.until_sent("a")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+
+
 def test_who_asks_in_the_middle_of_a_step_gets_it_after(p: Side, d: Side) -> None:
     d.step(Orders(wanted=[d.want("b", p)]))
     orders = Orders(offers=[offer("a", TOKENS)], chunks=[Chunk("a", TOKENS, 0, tuple(MINE))])

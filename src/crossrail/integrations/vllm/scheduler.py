@@ -53,13 +53,14 @@ class Request(Protocol):
 class _Offered:
     """choices: of a request of which other replicas may have choices, all with this transfer_id.
 
-    blocks: that the workers know.
+    blocks: that the workers know. said: tokens that they take for computed.
     """
 
     transfer_id: str
     tokens: int
     choices: bool = False
     blocks: int = 0
+    said: int = 0
 
 
 @dataclass
@@ -106,6 +107,7 @@ class SchedulerSide:
         self._has_asked = False  # vLLM, in this step, about a request that waits: it would start one
         self._line = ""
         self._tp = 0
+        self._loads_in_steps = False
         self._orders = Orders()
         self._offered: dict[str, _Offered] = {}
         self._first_choices: Latest[tuple[str, float], _Offered] = Latest(_REMEMBERED)
@@ -216,7 +218,9 @@ class SchedulerSide:
             self._go_on(request.request_id)
         wanted = self._wanted.get(request.request_id)
         missing = request.num_prompt_tokens - computed_tokens
-        if wanted is None or wanted.is_loading or missing <= 0 or not self._has_window_of(request.num_prompt_tokens):
+        if wanted is None or wanted.is_loading or missing <= 0:
+            return 0, False
+        if wanted.wanted is not None and not self._has_window_of(request.num_prompt_tokens):
             return 0, False
         wanted.computed_tokens = computed_tokens
         return missing, True
@@ -266,9 +270,12 @@ class SchedulerSide:
         """This step's orders, from vLLM's SchedulerOutput."""
         orders, self._orders = self._orders, Orders()
         orders.idle = not scheduled.total_num_scheduled_tokens
+        if scheduled.has_sync_kv_loads and not self._loads_in_steps:
+            log.info("another connector loads KV within steps: prompts are sent when they are finished, not before")
+            self._loads_in_steps = True
         for request in scheduled.preempted_req_ids or ():
             if request in self._offered:
-                self._offered[request].blocks = 0
+                self._offered[request].blocks = self._offered[request].said = 0
             if request in self._offered or request in self._held:  # it may have been aborted right after
                 orders.preempted.append(request)
         for new in scheduled.scheduled_new_reqs:
@@ -318,9 +325,10 @@ class SchedulerSide:
         if whole:
             offered.blocks = 0
         blocks = tuple(groups[0]) if groups else ()
-        end = min(computed + scheduled.num_scheduled_tokens[request], offered.tokens)
+        if not self._loads_in_steps:  # otherwise vLLM may find afterwards that what the step reads had not come
+            offered.said = min(computed + scheduled.num_scheduled_tokens[request], offered.tokens)
         if blocks or computed < offered.tokens:
-            orders.chunks.append(Chunk(request, end, offered.blocks, blocks))
+            orders.chunks.append(Chunk(request, offered.said, offered.blocks, blocks))
         offered.blocks += len(blocks)
 
     # ---- a request goes
@@ -341,6 +349,8 @@ class SchedulerSide:
         is_complete = request.status.name in COMPLETE and request.num_computed_tokens >= offered.tokens
         if own is not None:
             self._held.add(request_id)
+            if is_complete and own.said < own.tokens:
+                self._orders.chunks.append(Chunk(request_id, own.tokens, own.blocks, ()))
             (self._orders.finished if is_complete else self._orders.dropped).append(request_id)
         if not is_complete:
             return own is not None, None
