@@ -32,6 +32,7 @@ PATIENT: dict[str, Any] = {
     "quiesce_s": 3 * WAIT_S,
 }
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]  # pages of a request at the prefiller and at the decoder
 
 
 def content(what: object) -> npt.NDArray[np.uint8]:
@@ -180,6 +181,32 @@ def send(side: Side, sender: Any, text: str, pages: list[int], aux_index: int, c
         some = pages[first : first + chunk]
         assert sender.should_send_kv_chunk(len(some), first + chunk >= len(pages))
         sender.send(np.array(some, np.int32), None, num_kv_tokens=len(some) * PAGE)
+
+
+def ask(receiver: Any) -> None:
+    """The decoder has pages for the request."""
+    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
+
+
+def send_half(side: Side, sender: Any) -> None:
+    sender.init(len(MINE), 0)
+    side.compute("half", MINE, 0)
+    sender.send(np.array(MINE[:2], np.int32))
+
+
+def finish(p: Side, d: Side, sender: Any, receiver: Any, text: str) -> None:
+    """The rest of a request whose decoder has asked: computed, sent, and all of it compared."""
+    until(WAITING, sender)
+    send(p, sender, text, MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds(text, THEIRS, 0)
+
+
+def hand_over(p: Side, d: Side, text: str, room: int = 1) -> None:
+    """A request from its beginning to its end."""
+    sender, receiver = p.sender(room), d.receiver(room)
+    ask(receiver)
+    finish(p, d, sender, receiver, text)
 
 
 def failure(one: Any) -> Any:

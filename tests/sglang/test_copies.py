@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from crossrail.errors import UsageError
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, Side, ask, failure, finish
 from tests.support.limits import eventually
 
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 KINDS = ["replicas", "attention"]
 
 
@@ -23,18 +21,10 @@ def part(kind: str, rank: int) -> dict[str, Any]:
     return {"attn_dp_size": 2, "attn_dp_rank": rank}
 
 
-def ask(receiver: Any) -> None:
-    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
-
-
-def hand_over(p: Side, d: Side, room: int, dp_rank: int, **sender: Any) -> None:
+def goes(p: Side, d: Side, room: int, dp_rank: int, **sender: Any) -> None:
     receiver = d.receiver(room, dp_rank)
     ask(receiver)
-    one = p.sender(room, **sender)
-    until(WAITING, one)
-    send(p, one, f"room {room}", MINE, 0)
-    until(SUCCESS, one, receiver)
-    d.assert_holds(f"room {room}", THEIRS, 0)
+    finish(p, d, p.sender(room, **sender), receiver, f"room {room}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +34,7 @@ def test_each_copy_sends_its_rooms(open_side: Open, d: Side, kind: str) -> None:
     info = d.manager.prefill_info_table[d.address]
     assert (info.dp_size, info.follow_bootstrap_room, info.attn_tp_size) == (2, True, 1)
     for room in (4, 5):
-        hand_over(copies[room % 2], d, room, room % 2)
+        goes(copies[room % 2], d, room, room % 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,12 +42,12 @@ def test_copies_of_decoders_ask_one_prefiller(open_side: Open, p: Side, kind: st
     for rank in (0, 1):
         copy = open_side("decode", parallel=part(kind, rank) | {"load_balance_method": "round_robin"})
         assert f"sglang-decode-{rank}-" in copy.manager.core.node.engine.address.name
-        hand_over(p, copy, 10 + rank, 0)
+        goes(p, copy, 10 + rank, 0)
 
 
 def test_a_router_may_choose_the_copy(open_side: Open, d: Side) -> None:
     copies = [open_side("prefill", parallel=part("attention", rank)) for rank in (0, 1)]
-    hand_over(copies[1], d, 4, 1, is_sent_here=True)
+    goes(copies[1], d, 4, 1, is_sent_here=True)
 
 
 def test_a_router_that_tells_only_the_prefiller_reads_why(open_side: Open) -> None:

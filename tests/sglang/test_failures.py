@@ -15,18 +15,25 @@ import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
 from crossrail.kv.transfer import receiver as receiver_module
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import (
+    FAILED,
+    MINE,
+    SUCCESS,
+    THEIRS,
+    WAITING,
+    Side,
+    ask,
+    failure,
+    finish,
+    hand_over,
+    send,
+    send_half,
+    until,
+)
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
-
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
-
-
-def ask(receiver: Any) -> None:
-    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
-
 
 # --- somebody gives up ---
 
@@ -38,9 +45,7 @@ def test_the_decoder_gives_up(p: Side, d: Side, when: str) -> None:
         ask(receiver)
         until(WAITING, sender)
     if when == "in the middle":
-        sender.init(4, 0)
-        p.compute("half", MINE, 0)
-        sender.send(np.array(MINE[:2], np.int32))
+        send_half(p, sender)
     receiver.abort()
     until(FAILED, receiver, sender)
     for memory in d.planes:  # whoever gets the pages now
@@ -77,9 +82,7 @@ def test_the_prefiller_gives_up(p: Side, d: Side, when: str) -> None:
         ask(receiver)
         until(WAITING, sender)
     if when == "in the middle":
-        sender.init(4, 0)
-        p.compute("half", MINE, 0)
-        sender.send(np.array(MINE[:2], np.int32))
+        send_half(p, sender)
     sender.abort()
     assert sender.poll() == FAILED, "when abort returns, SGLang gives the pages to others"
     if when == "before it is asked":
@@ -99,12 +102,7 @@ def test_who_gave_up_before_the_prefiller_heard_of_it_fails_there(p: Side, d: Si
     until(FAILED, sender)
     sender.clear()
     # And the room is good for another request.
-    sender, receiver = p.sender(5), d.receiver(5)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "again", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("again", THEIRS, 0)
+    hand_over(p, d, "again", 5)
 
 
 @pytest.mark.parametrize("when", ["before it was found", "afterwards"])
@@ -116,10 +114,7 @@ def test_prefiller_that_was_given_up_and_came_back_is_asked(
     given_up = give_up(monkeypatch, d.manager.core.node.wire, p.manager.core.node.wire.address)
     receiver = receiver or d.receiver(1)
     ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "again", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("again", THEIRS, 0)
+    finish(p, d, sender, receiver, "again")
     assert not given_up
 
 
@@ -165,8 +160,7 @@ def test_an_abort_stands_still_only_where_sglang_would_reuse_the_pages(
     with monkeypatch.context() as frozen:
         frozen.setattr(node, "soon", lambda *_: None)
         frozen.setattr(node, "options", msgspec.structs.replace(node.options, quiesce_s=0.2))
-        sender.init(4, 0)
-        sender.send(np.array(MINE[:2], np.int32))
+        send_half(p, sender)
         if sent == "all":
             sender.send(np.array(MINE[2:], np.int32))
             sender.abort()
@@ -182,8 +176,7 @@ def test_clear_of_a_sender_in_the_middle_stops_it(p: Side, d: Side) -> None:
     sender, receiver = p.sender(1), d.receiver(1)
     ask(receiver)
     until(WAITING, sender)
-    sender.init(4, 0)
-    sender.send(np.array(MINE[:2], np.int32))
+    send_half(p, sender)
     sender.clear()
     assert sender.poll() == FAILED
     until(FAILED, receiver)
@@ -313,9 +306,7 @@ def test_a_decoder_waits_so_long_for_its_kv_and_says_how_far_it_came(open_side: 
     sender = p.sender(1) if has != "nothing" else None
     if sender and has == "the first chunk":
         until(WAITING, sender)
-        sender.init(4, 0)
-        p.compute("half", MINE, 0)
-        sender.send(np.array(MINE[:2], np.int32))
+        send_half(p, sender)
     until(FAILED, receiver)
     late = f"not all of it came within load_s=1: the prefill server {LATE[has]}"
     assert failure(receiver).failure_reason == late
@@ -407,11 +398,7 @@ def test_a_decoder_whose_prefiller_stands_still_in_a_copy_is_not_said_to_be_clos
     p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
-    sender, receiver = p.sender(1), d.receiver(1)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "before", MINE, 0)
-    until(SUCCESS, sender, receiver)
+    hand_over(p, d, "before")
     core = d.manager.core
     (kv_receiver,) = core.decoder._receivers.values()
     (access,) = kv_receiver._accesses.values()
@@ -439,16 +426,11 @@ def test_a_bootstrap_server_that_was_restarted_hears_of_all_ranks_again(
     assert not d.manager.try_ensure_parallel_info(address)
     again = CrossrailKVBootstrapServer("127.0.0.1", int(address.partition(":")[2]))
     try:
-        sender, receiver = p.sender(1), d.receiver(1)
-        ask(receiver)
-        until(WAITING, sender)
-        send(p, sender, "restarted", MINE, 0)
-        until(SUCCESS, sender, receiver)
+        hand_over(p, d, "restarted")
     finally:
         p.close()
         d.close()
         again.close()
-    d.assert_holds("restarted", THEIRS, 0)
 
 
 def test_a_prefiller_that_is_gone_is_looked_up_anew(open_side: Open, p: Side, d: Side, address: str) -> None:
@@ -464,11 +446,7 @@ def test_a_prefiller_that_is_gone_is_looked_up_anew(open_side: Open, p: Side, d:
 def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
     open_side: Open, p: Side, d: Side, address: str
 ) -> None:
-    sender, receiver = p.sender(1), d.receiver(1)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "before", MINE, 0)
-    until(SUCCESS, sender, receiver)
+    hand_over(p, d, "before")
     gone = d.manager.prefill_info_table[address].instances[0]
     p.close()
     eventually(lambda: not d.manager.try_ensure_parallel_info(address), "it is known that it is gone")
@@ -477,12 +455,7 @@ def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
 
     eventually(lambda: d.manager.try_ensure_parallel_info(address), "the new prefiller is known")
     assert d.manager.prefill_info_table[address].instances[0] != gone
-    sender, receiver = again.sender(2), d.receiver(2)
-    ask(receiver)
-    until(WAITING, sender)
-    send(again, sender, "after", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("after", THEIRS, 0)
+    hand_over(again, d, "after", 2)
 
 
 def test_a_prefiller_that_goes_while_sglang_looks_for_it_is_there_until_it_looks_anew(

@@ -10,18 +10,15 @@ from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from crossrail.errors import UsageError
 from crossrail.integrations.sglang import bootstrap, front, halves, hooks
 from crossrail.integrations.sglang.prefill import PrefillSide
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, WAITING, Side, ask, failure, finish, until
 from tests.support.limits import eventually, never
 from tests.support.ports import free_port
-
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
 
 class Front:
@@ -47,10 +44,6 @@ async def answers(server: Any, room: Any, *said: Any) -> list[Any]:
     """What the client gets, through the hook."""
     request = SimpleNamespace(bootstrap_room=room)
     return [one async for one in front.watched(Front.generate_request, Front(server, *said), request, None)]
-
-
-def ask(receiver: Any) -> None:
-    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
 
 
 @pytest.mark.parametrize("when", ["before it asks", "after it has asked"])
@@ -85,10 +78,7 @@ async def test_a_rank_that_has_the_room_knows_better(server: Any, p: Side, d: Si
         await answers(server, 1, ValueError("the client is gone"))
     eventually(lambda: p.manager.core.prefiller._refusals, "the rank has heard of it")
     ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "all the same", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("all the same", THEIRS, 0)
+    finish(p, d, sender, receiver, "all the same")
 
 
 @pytest.mark.parametrize(
@@ -207,9 +197,7 @@ def test_a_decoder_does_not_wait_for_a_half_that_never_comes(server: Any, open_s
     assert "the prefill server has not got its half of the request" in failure(receiver).failure_reason
     sender, again = p.sender(2), d.receiver(2)
     ask(again)
-    until(WAITING, sender)
-    send(p, sender, "the next", MINE, 0)
-    until(SUCCESS, sender, again)
+    finish(p, d, sender, again, "the next")
 
 
 async def test_a_half_that_has_come_may_take_long(server: Any, open_side: Open, d: Side) -> None:
@@ -262,9 +250,7 @@ async def test_a_decoder_that_has_the_room_knows_better(
     await refused_by_decoder(address, monkeypatch, 1, ValueError("the client is gone"))
     eventually(lambda: p.manager.core.prefiller._refusals, "the rank has heard of it")
     ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "all the same", MINE, 0)
-    until(SUCCESS, sender, receiver)
+    finish(p, d, sender, receiver, "all the same")
 
 
 async def test_a_decode_server_tells_nobody_of_what_ends_well(

@@ -9,8 +9,7 @@ import pytest
 
 from crossrail.errors import UsageError
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, SUCCESS, WAITING, Side, failure, send, until
-from tests.sglang.test_failures import MINE, THEIRS, ask
+from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, Side, ask, failure, hand_over, until
 
 
 @pytest.mark.parametrize(
@@ -48,12 +47,7 @@ def test_caches_that_do_not_match_are_never_written(
 )
 def test_what_says_the_same_in_other_words_matches(open_side: Open, changes: dict[str, Any]) -> None:
     p, d = open_side("prefill", dtype="torch.bfloat16"), open_side("decode", dtype="torch.bfloat16", **changes)
-    sender, receiver = p.sender(1), d.receiver(1)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, "the same", MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds("the same", THEIRS, 0)
+    hand_over(p, d, "the same")
 
 
 def test_scales_that_differ_do_not_match(open_side: Open, p: Side, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from tests.sglang.child import ROOT, START_S, Child
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
-from tests.sglang.test_failures import MINE, THEIRS, ask
+from tests.sglang.side import FAILED, MINE, SUCCESS, THEIRS, WAITING, Side, ask, failure, hand_over, send, until
 from tests.support.limits import eventually, never
 
 Start = Callable[..., Child]
@@ -110,19 +109,10 @@ def test_a_decoder_that_is_killed_takes_no_room_with_it_that_another_has_asked_f
 def test_a_decoder_that_is_killed_spoils_no_number_of_a_room_that_has_ended(start: Start, open_side: Open) -> None:
     p, d = open_side("prefill"), open_side("decode")
     doomed = announced(start, p)
-    handed_over(p, d, "before")
+    hand_over(p, d, "before", 7)
     doomed.kill()
     eventually(lambda: not p.manager.core.prefiller._awaited, "it knows that the other has ended")
-    handed_over(p, d, "after")
-
-
-def handed_over(p: Side, d: Side, text: str) -> None:
-    sender, receiver = p.sender(7), d.receiver(7)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, text, MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds(text, THEIRS, 0)
+    hand_over(p, d, "after", 7)
 
 
 def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:

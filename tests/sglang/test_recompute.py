@@ -19,12 +19,11 @@ from crossrail.integrations.instance import sealed_line
 from crossrail.integrations.sglang.bootstrap import token
 from crossrail.integrations.sglang.recompute import _PURPOSE, PATH, OwnServer, _Wanted
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, SECRET, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, MINE, SECRET, SUCCESS, THEIRS, WAITING, Side, failure, send, until
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
 
 conn = importlib.import_module("crossrail.integrations.sglang.conn")  # by conftest.py SGLang's names are there
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 REQUEST = {"input_ids": [1, 2, 3], "bootstrap_room": 1, "sampling_params": {"max_new_tokens": 1}}
 
 

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 
-from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, send, until
+from tests.sglang.side import FAILED, WAITING, Side, ask, failure, hand_over, until
 from tests.support.limits import eventually
-
-MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
-
-
-def ask(receiver: Any) -> None:
-    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
-
-
-def expect(p: Side, d: Side, text: str, room: int = 1) -> None:
-    """A hand-over that works, now."""
-    sender, receiver = p.sender(room), d.receiver(room)
-    ask(receiver)
-    until(WAITING, sender)
-    send(p, sender, text, MINE, 0)
-    until(SUCCESS, sender, receiver)
-    d.assert_holds(text, THEIRS, 0)
 
 
 @pytest.mark.parametrize("room", [0, -3, 1 << 63])
@@ -37,7 +18,7 @@ def test_rooms_that_sglang_cannot_write_down(p: Side, d: Side, room: int) -> Non
 
 
 def test_the_largest_room(p: Side, d: Side) -> None:
-    expect(p, d, "largest", (1 << 63) - 1)
+    hand_over(p, d, "largest", (1 << 63) - 1)
 
 
 def test_samples_of_one_request_share_a_room(p: Side, d: Side) -> None:
@@ -51,7 +32,9 @@ def test_samples_of_one_request_share_a_room(p: Side, d: Side) -> None:
     until(FAILED, sender, *receivers)
     for receiver in receivers:
         assert "with n > 1, SGLang gives all samples of a request the same room" in failure(receiver).failure_reason
-    expect(p, d, "another room", 2)  # this one the decoder gave up, which the prefiller may hear when it is over there
+    hand_over(
+        p, d, "another room", 2
+    )  # this one the decoder gave up, which the prefiller may hear when it is over there
 
 
 def test_a_decoder_that_asks_twice_for_a_room_fails_there_too(p: Side, d: Side) -> None:
@@ -73,13 +56,13 @@ def test_a_request_whose_decoder_gave_up_as_sglang_began_to_compute_it_leaves_no
     receiver.abort()
     until(FAILED, receiver, sender)
     sender.init(4, 0)
-    expect(p, d, "the same room again")
+    hand_over(p, d, "the same room again")
 
 
 @pytest.mark.parametrize("released", ["prefill", "decode"])
 def test_memory_that_sglang_releases_and_takes_back(p: Side, d: Side, released: str) -> None:
     """/release_memory_occupation: pages are unmapped, and others are there when it is resumed."""
-    expect(p, d, "before")
+    hand_over(p, d, "before")
     side = p if released == "prefill" else d
     old = side.manager.core
     side.manager.deregister_buffer_to_engine()
@@ -98,4 +81,4 @@ def test_memory_that_sglang_releases_and_takes_back(p: Side, d: Side, released: 
         assert receiver.poll() == FAILED and "POST /resume_memory_occupation" in failure(receiver).failure_reason
 
     side.manager.register_buffer_to_engine()
-    expect(p, d, "after", 3)
+    hand_over(p, d, "after", 3)
