@@ -22,7 +22,8 @@ from crossrail.kv.errors import RouterNotFound, Superseded
 from crossrail.kv.etcd.records import Place, Registration, Seal, follow
 from crossrail.kv.messages import Load, NodeRecord
 from crossrail.kv.services.membership import Refuse, Roster
-from crossrail.kv.services.node import FindRouter, Node, RouterLink
+from crossrail.kv.services.node import Node
+from crossrail.kv.services.router_link import FindRouter, RouterLink
 
 log = logging.getLogger("crossrail.kv")
 

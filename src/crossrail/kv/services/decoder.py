@@ -31,7 +31,8 @@ from crossrail.kv.services.decoder_pages import DecoderPages
 from crossrail.kv.services.fetch import Fetcher
 from crossrail.kv.services.kept_room import KeptRoom
 from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY
-from crossrail.kv.services.node import Node, RequestsOf, RouterLink
+from crossrail.kv.services.node import Node
+from crossrail.kv.services.router_link import RequestsOf, RouterLink
 from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.services.to_router import ToRouter

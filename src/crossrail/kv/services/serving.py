@@ -11,7 +11,7 @@ from typing import TypeVar
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.node import RouterLink
+from crossrail.kv.services.router_link import RouterLink
 from crossrail.kv.services.timeline import Timeline
 from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 from crossrail.kv.transfer.reception import Reception

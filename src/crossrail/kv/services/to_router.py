@@ -10,7 +10,7 @@ from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.kv import messages as m
-from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.services.options import NodeOptions
 from crossrail.kv.services.outbox import Outbox
 from crossrail.kv.services.serving import Serving, Stopped
 
