@@ -248,7 +248,7 @@ def test_who_leaves_after_a_wait_in_vain_says_for_whom(ranks: Ranks, half: str) 
     """The last of four ranks does not come; the first, which waits for a moment only, owes the others its results, or
     nothing before the next round.
     """
-    has_left = threading.Event()
+    have_sent, has_left = threading.Barrier(3), threading.Event()
 
     def run(part: AllToAll, rank: int) -> BaseException | None:
         player = Player(part, rank)
@@ -259,11 +259,13 @@ def test_who_leaves_after_a_wait_in_vain_says_for_whom(ranks: Ranks, half: str) 
                 player.combine_send()
                 player.combine_recv()
             return None
+        play(player, until=half)
+        have_sent.wait(WAIT_S)
         if rank > 0:
             if half == "combine_recv":
-                play(player)
-            return error_of(lambda: play(player))
-        play(player, until=half)
+                player.combine_recv()
+                return error_of(lambda: play(player))
+            return error_of(player.dispatch_recv)
         part.timeout_s = NEVER_S
         with pytest.raises(xr.WaitTimeout), part:
             getattr(player, half)()
