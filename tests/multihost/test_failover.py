@@ -14,7 +14,7 @@ from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
 
 NBYTES = 4 << 20
-FAILOVER_S = 10.0  # by then transfers go on over the other rails; it takes some 2 s of silence to notice
+FAILOVER_S = WAIT_S  # transfers go on over the other rails after some 2 s of silence, and then take their time
 MBIT = 800
 
 
