@@ -76,7 +76,10 @@ class Words {
     if (imms.size() > count_)
       throw UsageError("imms has " + std::to_string(imms.size()) + " numbers, must have at most " +
                        std::to_string(count_) + ", one for each word");
-    FarRank rank{.peer = Held<Peer>(engine_->peer(peer)), .counters = {}, .is_taken_meanwhile = is_taken_meanwhile};
+    FarRank rank{.peer = Held<Peer>(engine_->peer(peer)),
+                 .counters = {},
+                 .farewell_ns = 0,
+                 .is_taken_meanwhile = is_taken_meanwhile};
     for (const uint32_t imm : imms) rank.counters.emplace_back(engine_->core()->imm_counter(imm));
     rank.counters.resize(count_);
     watched_.push_back(std::move(rank));
@@ -121,6 +124,7 @@ class Words {
                          .part = counter(index),
                          .farewell = counter(0),
                          .then = then ? counter(*then) : nullptr,
+                         .farewell_ns = &watched_[i].farewell_ns,
                          .is_taken_meanwhile = watched_[i].is_taken_meanwhile});
     }
     moe::WordsOutcome outcome{};
@@ -152,6 +156,7 @@ class Words {
   struct FarRank {
     Held<Peer> peer;
     std::vector<Held<ImmCounter>> counters;  // by word
+    int64_t farewell_ns = 0;
     bool is_taken_meanwhile = false;
   };
   void check_word(size_t index) const {

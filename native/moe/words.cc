@@ -17,9 +17,9 @@ namespace {
 // How long a sleeper goes without checking the owner: a rank that dies wakes nobody.
 constexpr int64_t kPeerLookEveryNs = 5'000'000;
 constexpr int64_t kWaitYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
-// A sealed word stands still while rounds advance, and would seem to be ahead 2^31 rounds later. So it is moved forward
-// whenever it is further behind than kSealedBehindMax, to kSealedBehind: both are far from where ranks are that lag a
-// few rounds behind us.
+// A sealed word does not change while rounds advance, and would seem to be ahead 2^31 rounds later. So it is moved
+// forward whenever it is further behind than kSealedBehindMax, to kSealedBehind: both are far from where ranks are that
+// lag a few rounds behind us.
 constexpr uint32_t kSealedBehindMax = 1u << 30;
 constexpr uint32_t kSealedBehind = 1u << 29;
 static_assert(kSealedBehind % 2 == 0);  // keeps the parity that marks it as sealed
@@ -63,11 +63,12 @@ WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::s
 }
 
 // Whether one of them has left before its part. They report by writes, and a farewell may overtake the others: so it
-// counts only once it has been there for a while. seen_ns: when the first farewell was seen here, 0: not yet.
-std::optional<size_t> left_before_its_part(std::span<const Watched> watched, int64_t now, int64_t& seen_ns) {
+// counts only once it has been there for a while.
+std::optional<size_t> left_before_its_part(std::span<const Watched> watched, int64_t now) {
   for (size_t i = 0; i < watched.size(); ++i) {
     if (watched[i].is_taken_meanwhile || watched[i].farewell == nullptr || watched[i].part == nullptr) continue;
     if (watched[i].farewell->poll() == 0) continue;
+    int64_t& seen_ns = *watched[i].farewell_ns;
     if (seen_ns == 0) seen_ns = now;
     const bool owes = watched[i].part->poll() == 0 || (watched[i].then != nullptr && watched[i].then->poll() == 0);
     if (now >= seen_ns + kAfterFarewellNs && owes) return i;
@@ -118,7 +119,6 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
   int64_t spin_until = 0;  // 0: not begun
   int64_t yield_from = 0;
   int64_t next_look = 0;
-  int64_t farewell_ns = 0;  // when a rank in `watched` was first seen to have left
   for (size_t i = 0; i < words.size();) {
     const Awaited& awaited = words[i];
     const bool is_skipped = is_mutated(Mutation::kSkipLastWord) && i + 1 == words.size();
@@ -147,8 +147,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       const WordsOutcome trouble = trouble_with(engine, words, watched, i, round, absent != nullptr);
       // Its last word may have come just before its end.
       if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
-      if (const auto gone = left_before_its_part(watched, now, farewell_ns))
-        return {WordsResult::kLeft, words.size() + *gone};
+      if (const auto gone = left_before_its_part(watched, now)) return {WordsResult::kLeft, words.size() + *gone};
       if (now >= deadline) return {WordsResult::kLate, i};
       if (interrupted.is_due(now) && interrupted.ask(now)) return {WordsResult::kInterrupted, i};
     }

@@ -69,6 +69,8 @@ struct Watched {
   const ImmCounter* part = nullptr;
   const ImmCounter* farewell = nullptr;
   const ImmCounter* then = nullptr;
+  // When a wait first saw its farewell, 0: not yet. It outlives the waits: many may be short.
+  int64_t* farewell_ns = nullptr;
   // Its counts may be taken before the words arrive, so a count of zero says nothing.
   bool is_taken_meanwhile = false;
 };

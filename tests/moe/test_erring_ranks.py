@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll, Round
+from crossrail.moe import AllToAll, PeerFailed, Round
 from crossrail.moe.outcome import Outcome
 from tests.moe.batches import draw
 from tests.moe.ranks import Ranks
@@ -382,6 +382,16 @@ def test_who_has_left_is_told_of_while_a_slow_one_is_waited_for(ranks: Ranks) ->
         assert isinstance(error, xr.UsageError)
         assert f"rank {gone} " in str(error)
     assert ranks.parts[slow].open_rounds == ()
+
+
+def test_who_only_looks_is_told_of_one_that_has_left_while_another_is_slow(ranks: Ranks) -> None:
+    """Which of them shares memory with whom makes no difference."""
+    gone = 3
+    ranks.parts[gone].close()
+    for rank in (0, 1, 2):
+        part, opened = ranks.parts[rank], Player(ranks.parts[rank], rank).dispatch_send()
+        with pytest.raises(PeerFailed, match=f"rank {gone} .* has closed its AllToAll"):
+            eventually(lambda part=part, opened=opened: part.advance(opened), "the end of the round")
 
 
 def test_memory_of_a_peer_that_makes_no_sense_ends_the_round_of_all(nothing_leaks: None) -> None:
