@@ -269,7 +269,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "rounds": {"arrays"},
         "rows": {"arrays", "config", "kernels"},
         "tokens": {"arrays", "config", "rows"},
-        "links": {"arrays", "bounds", "config", "errors", "farewell", "outcome", "rows"},
+        "links": {"arrays", "bounds", "config", "countdown", "errors", "farewell", "outcome", "rows"},
         "masking": {"arrays", "config", "countdown", "errors", "links", "outcome", "rounds"},
         "meeting": {"bounds", "config", "group", "links", "masking", "nodes"},
         "parting": {"config", "countdown", "errors", "farewell", "links", "masking", "outcome"},

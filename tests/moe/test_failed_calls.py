@@ -156,6 +156,7 @@ def test_a_note_is_due_once_it_has_stood_for_a_while_and_only_where_its_rank_is_
     here, there = (Notes(clock, rank, 2, board, None) for rank in range(2))  # type: ignore[arg-type]
 
     def due(is_missing: bool = True) -> str:
+        clock._now_s += 0.01
         note = here.due(lambda rank: is_missing and rank == 1)
         return "" if note is None else note.words
 
@@ -163,14 +164,14 @@ def test_a_note_is_due_once_it_has_stood_for_a_while_and_only_where_its_rank_is_
     there.post("it failed")
     assert here.words_of(1) == "it failed"
     assert due() == ""
-    clock._now_s = 0.1
+    clock._now_s += 0.1
     assert due() == ""
     there.post("")
-    clock._now_s = 0.3
+    clock._now_s += 0.2
     assert (due(), here.words_of(1)) == ("", "")
     there.post("it failed again" + 300 * "!")
     assert due() == ""
-    clock._now_s = 0.6
+    clock._now_s += 0.2
     whole = board.shown
     board.shown = whole[:-1] + b"?"
     assert due() == ""  # half written

@@ -6,6 +6,7 @@ numpy lacks bfloat16 and float8_e4m3fn: there they are uint16 and uint8, as in t
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,11 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
     if not array.flags.aligned:
         raise UsageError(_misplaced(name, array.ctypes.data, array.itemsize))
     return array
+
+
+def host_array(memory: Any, dtype: str, shape: Sequence[int], offset: int) -> Array:
+    """A part of a buffer in host memory, as numpy has that type."""
+    return np.frombuffer(memory, NUMPY_TYPES.get(dtype, dtype), math.prod(shape), offset).reshape(shape)
 
 
 def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:

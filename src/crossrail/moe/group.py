@@ -75,14 +75,14 @@ def check_ranks(engine: object, group: object) -> None:
 class EngineGroup(Closing):
     """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
 
-    addresses: of all ranks, by rank, the engine's own among them. One that the engine has given up is tried anew, and
+    addresses: of all ranks, by rank, the engine's own among them. One that the engine has given up is tried again, and
     so is one that it gives up in the first exchange, once: its link may be one of before, which has just been found to
     have ended at the other side.
 
     An exchange ends on a rank when it has heard of all others that they have what all gave: none takes what a rank gave
     that has given up since. Groups of the same addresses are numbered, and a rank whose exchange fails goes on with the
     next number, whether it calls again with this group or makes another one. Who waits in its first exchange goes on
-    with the highest number; who is further is told by CrossrailError, and meets the others when it begins anew, with
+    with the highest number; who is further is told by CrossrailError, and meets the others when it starts over, with
     this group or with another.
 
     Ranks that were given other addresses are told so, by UsageError that says who, and what was given there and here;
@@ -110,7 +110,7 @@ class EngineGroup(Closing):
         self._pool = engine.submit_recvs(_BUFFERS, PACKET_BYTES_MAX)
         try:
             self._forget_lost()
-            self._begin_anew(self._numbers.get(self._name, 0) + 1)
+            self._start_over(self._numbers.get(self._name, 0) + 1)
         except BaseException:
             self._pool.close()
             raise
@@ -129,7 +129,7 @@ class EngineGroup(Closing):
             gathered = self._gather(data, time.monotonic() + timeout_s, timeout_s)
         except BaseException:
             # Our data is of no use to anybody any more: we will not confirm that we have everything.
-            self._begin_anew(max([self._number + 1, *self._ahead.values()]))
+            self._start_over(max([self._number + 1, *self._ahead.values()]))
             raise
         finally:
             self._cancel_sent()
@@ -167,7 +167,7 @@ class EngineGroup(Closing):
                 continue
             for rank in missing:
                 if self._is_lost(rank):
-                    self._try_anew(rank)
+                    self._retry(rank)
             if self._goes_on_with_a_later_one(missing):
                 self._send_all(given(self._call, self.rank, data))
                 has_told = False
@@ -181,7 +181,7 @@ class EngineGroup(Closing):
                 transfer.wait(max(deadline_at_s - time.monotonic(), 0.0))
                 self._sent.pop(0)
             except xr.PeerLost as lost:
-                self._try_anew(rank, lost)
+                self._retry(rank, lost)
             except WaitTimeout:
                 raise WaitTimeout(
                     f"rank {rank} ({self._addresses[rank].name!r}) takes no messages: is it there?"
@@ -239,14 +239,14 @@ class EngineGroup(Closing):
                 f"rank {gone} ({self._addresses[gone].name!r}) gave up and started again. Next: do so on all ranks"
             )
         self._cancel_sent()
-        self._begin_anew(self._ahead[gone])
+        self._start_over(self._ahead[gone])
         return True
 
     def _is_lost(self, rank: int) -> bool:
         return self._engine.peer_state(self._addresses[rank]) == "lost"
 
     def _forget_lost(self) -> None:
-        """Tries lost ranks anew: they may have been frozen or cut off. Dead ones will be found dead again.
+        """Gives lost ranks another try: they may have been frozen or cut off. Dead ones will be found dead again.
 
         Not before the engine's pool is ours: another group that has it may be about to notice that one of its ranks is
         lost.
@@ -257,7 +257,7 @@ class EngineGroup(Closing):
             elif self._engine.peer_state(address) != "unknown":
                 self._linked.add(rank)
 
-    def _try_anew(self, rank: int, lost: xr.PeerLost | None = None) -> None:
+    def _retry(self, rank: int, lost: xr.PeerLost | None = None) -> None:
         """Says to a rank that is lost all that it was to hear in this call. PeerLost, where that does not help any
         more. lost: of what was sent to it, if anything was.
         """
@@ -334,7 +334,7 @@ class EngineGroup(Closing):
 
     # ---- what comes
 
-    def _begin_anew(self, number: int) -> None:
+    def _start_over(self, number: int) -> None:
         """Goes on as the group of that number, at its first exchange."""
         self._number = self._numbers[self._name] = number
         self._exchange = 0

@@ -149,7 +149,7 @@ def make_layout(config: Config, nodes: Nodes) -> _core.moe.Layout:
 
 
 def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """What each rank says at this step. CrossrailError on all if one has given up and started anew meanwhile."""
+    """What each rank says at this step. CrossrailError on all if one has given up and started over meanwhile."""
     told = [json.loads(data) for data in group.all_gather(json.dumps({"step": step, **card}).encode(), timeout_s)]
     for rank, one in enumerate(told):
         if one["step"] != step:

@@ -23,7 +23,7 @@ _COUNTERS = {
 class RoundCollector(Collector):
     """The metrics of AllToAlls, each under a name. Any thread. docs/metrics.md lists them.
 
-    models: name to AllToAll, read anew at each scrape. Owner of the AllToAlls: the caller.
+    models: name to AllToAll, read at each scrape. Owner of the AllToAlls: the caller.
     """
 
     def __init__(self, models: Mapping[str, AllToAll]) -> None:

@@ -11,7 +11,7 @@ from crossrail.moe.config import Config
 from crossrail.moe.countdown import Countdown
 from crossrail.moe.errors import MaskedOut, PeerFailed
 from crossrail.moe.farewell import Why, described
-from crossrail.moe.links.board import FAREWELL, PARITIES
+from crossrail.moe.links.either import link_of
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.notes import Notes
@@ -65,7 +65,9 @@ class Parting:
 
     def check_notes(self, is_missing: Callable[[int], bool], half: str) -> None:
         """PeerFailed if a call has failed on a rank whose part of that half is missing; once for each such call."""
-        note = self._notes.due(lambda rank: is_missing(rank) and not self._has_left(rank))
+        note = self._notes.due(
+            lambda rank: is_missing(rank) and not link_of(self._near, self._far, rank).has_left(rank)
+        )
         if note is not None:
             raise call_failed_error(note.rank, self._addresses[note.rank], half, note.words)
 
@@ -93,9 +95,10 @@ class Parting:
             return unposted_error(rank, half, timeout_s)
         if result == "late":
             outcome = Outcome("late", rank, self._notes.words_of(rank))
-        if result == "peer-lost" and self._has_left(rank):  # in order, and then its engine was closed, too
+        link = link_of(self._near, self._far, rank)
+        if result == "peer-lost" and link.has_left(rank):  # in order, and then its engine was closed, too
             result, outcome = "left", Outcome("left", rank)
-        lost, late, words = self._reason_of(rank) if result in ("left", "peer-lost") else Why()
+        lost, late, words = link.why_left(rank) if result in ("left", "peer-lost") else Why()
         if lost == self._rank:
             outcome = Outcome("peer-lost", rank, "it lost sight of this rank, and has closed its AllToAll")
         elif lost is not None:
@@ -112,18 +115,6 @@ class Parting:
             # When two ranks lose sight of each other, all report the same one, whichever of the two they hear first.
             self._lost = outcome.rank if lost is None else lost
         return error_of(self._engine, outcome, self._addresses[outcome.rank], half, timeout_s)
-
-    def _has_left(self, rank: int) -> bool:
-        """Whether its farewell has arrived."""
-        if rank in self._near.ranks:
-            return self._near.has_come(rank, FAREWELL, PARITIES)
-        return self._far is not None and self._far.has_come("farewell", 0, rank)
-
-    def _reason_of(self, rank: int) -> Why:
-        """The reason in its farewell, if there is one."""
-        if rank in self._near.ranks:
-            return self._near.why_left(rank)
-        return Why() if self._far is None else self._far.why_left(rank)
 
     # ---- what others are told
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import crossrail as xr
 from crossrail import _core
+from crossrail.moe.arrays import Array, host_array
 from crossrail.moe.config import NUMPY_TYPES, Config
 from crossrail.moe.rows.interface import Block
 
@@ -27,8 +27,6 @@ _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
 _PAGE = 4096
 _REASON_AT = WORDS * _core.moe.WORD_BYTES
 _NOTE_AT = _REASON_AT + _core.moe.FAREWELL_WORDS
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ class BoardLayout:
         arrays: dict[str, Any] = {}
         offset = self._words_bytes + parity * _bytes_of(self._on_board)
         for name, (dtype, shape) in self._on_board.items():
-            kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
-            arrays[name] = np.frombuffer(board, kind, math.prod(shape), offset).reshape(shape)
+            arrays[name] = host_array(board, dtype, shape, offset)
             offset += _part_bytes(dtype, shape)
         offset = parity * _bytes_of(self._elsewhere)
         for name, (dtype, shape) in self._elsewhere.items():

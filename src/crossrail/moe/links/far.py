@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +14,7 @@ from crossrail import _core
 from crossrail.errors import CrossrailError, TransportError, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array
 from crossrail.moe.config import TAG_BYTES, Config
+from crossrail.moe.countdown import Countdown
 from crossrail.moe.farewell import Why
 from crossrail.moe.links.board import PARITIES, RETURNED
 from crossrail.moe.links.far_memory import FarMemory, FarPart
@@ -140,9 +140,9 @@ class Far:
         """
         nbytes = min(_TRIAL_BYTES, self.memory.rows.nbytes)
         writes = [self._engine.submit_write(self.rows, theirs, length=nbytes) for theirs in self._rows_of.values()]
-        deadline_at_s = time.monotonic() + timeout_s
+        patience = Countdown(self._engine, timeout_s)
         for write in writes:
-            write.wait(max(deadline_at_s - time.monotonic(), 0))
+            write.wait(patience.left_s)
 
     def reach(self, timeout_s: float) -> None:
         """Maps memory of rows of those far ranks that are on this host, where it can be mapped. Rows for them that have
@@ -258,8 +258,12 @@ class Far:
         return Outcome.of_native(*self.proxy.wait(step, number, timeout_s))
 
     def has_come(self, step: str, number: int, rank: int) -> bool:
-        """Whether all of that is here from that rank; also "farewell"."""
+        """Whether all of that is here from that rank."""
         return self.proxy.has_come(step, number, rank, _SETTLE_S)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether that far rank has said farewell."""
+        return self.has_come("farewell", 0, rank)
 
     def leave_out(self, rank: int) -> None:
         """Goes on without it, if it is one of these."""
@@ -290,10 +294,10 @@ class Far:
 
     def note(self, data: bytes) -> None:
         """Shows it to far ranks, in the place of our last one. Waits for a moment at most."""
-        deadline_at_s = time.monotonic() + _NOTE_S
+        patience = Countdown(self._engine, _NOTE_S)
         for write in self._noting:
             with contextlib.suppress(CrossrailError):  # who cannot be told will be lost, or has closed
-                write.wait(max(deadline_at_s - time.monotonic(), 0.0))
+                write.wait(patience.left_s)
         self._noting.clear()
         begin = self.memory.note_out
         self.routes.view()[begin : begin + len(data)] = data

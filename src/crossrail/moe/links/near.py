@@ -99,6 +99,10 @@ class Near:
         self._reasons[self._own][: len(words)] = np.frombuffer(words, np.uint8)
         self._words.publish(FAREWELL, PARITIES * (1 if number is None else 2 + number))
 
+    def has_left(self, rank: int) -> bool:
+        """Whether that rank, which shares memory with us, has said farewell."""
+        return self.has_come(rank, FAREWELL, PARITIES)
+
     def why_left(self, rank: int) -> Why:
         """What that rank, which shares memory with us, gave as reason in its farewell."""
         board = self.ranks.index(rank)

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import crossrail as xr
 from crossrail import _core
 from crossrail.moe.farewell import text_of_peer
+from crossrail.moe.links.either import link_of
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 
 _MEND_S = 0.2  # a call that is made again sooner was nobody's business
+_LOOK_EVERY_S = 0.01  # who only looks at a round does so far more often
 _HEADER = struct.Struct("<II")  # CRC32 of the rest, and the number of the note: writes may be seen half done
 _WORDS_BYTES = _core.moe.FAREWELL_BYTES - _HEADER.size
 
@@ -37,6 +39,7 @@ class Notes:
         self._near, self._far = near, far
         self._others = [other for other in range(world) if other != rank]
         self._number = 0
+        self._next_look_s = 0.0
         self._seen: dict[int, tuple[int, float]] = {}  # by rank: the number of the note that stands, and since when
         self._returned: dict[int, int] = {}  # by rank: the number of the last note that due() returned
 
@@ -59,6 +62,9 @@ class Notes:
     def due(self, is_missing: Callable[[int], bool]) -> Note | None:
         """A note that has stood for a while, of a rank whose part is missing. Each is returned once."""
         now_s = self._engine._now_s
+        if now_s < self._next_look_s:
+            return None
+        self._next_look_s = now_s + _LOOK_EVERY_S
         for rank in self._others:
             note = self._note_of(rank)
             if note is None or not note.words or self._returned.get(rank) == note.number or not is_missing(rank):
@@ -72,7 +78,7 @@ class Notes:
         return None
 
     def _note_of(self, rank: int) -> Note | None:
-        data = self._near.note_of(rank) if rank in self._near.ranks or self._far is None else self._far.note_of(rank)
+        data = link_of(self._near, self._far, rank).note_of(rank)
         checksum, number = _HEADER.unpack_from(data)
         if checksum != zlib.crc32(data[4:]):
             return None

@@ -18,7 +18,8 @@ import numpy as np
 import crossrail as xr
 from crossrail.errors import CrossrailError, WaitTimeout
 from crossrail.moe.errors import NoMajority, masked_out
-from crossrail.moe.links.board import FAREWELL, PARITIES, RETURNED, SENT
+from crossrail.moe.links.board import PARITIES, RETURNED, SENT
+from crossrail.moe.links.either import link_of
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.notes import Notes
@@ -41,7 +42,7 @@ _STEPS = {DISPATCH: ("routes", "rows"), COMBINE: ("results",)}
 class Agreement:
     """One rank's part. Threads: one at a time. Owner: close() gives its memory back.
 
-    timeout_s: of calls as a rule; a rank that stands still for half of it is lost.
+    timeout_s: of calls as a rule; a rank that does not move for half of it is lost.
     """
 
     def __init__(
@@ -200,11 +201,7 @@ class Agreement:
             raise call_failed_error(note.rank, self._addresses[note.rank], name, note.words)
 
     def _has_left(self, rank: int) -> bool:
-        if rank == self._rank:
-            return False
-        if rank in self._near.ranks:
-            return self._near.has_come(rank, FAREWELL, PARITIES)
-        return self._far.has_come("farewell", 0, rank)
+        return rank != self._rank and link_of(self._near, self._far, rank).has_left(rank)
 
     # ---- who is left
 
@@ -331,8 +328,7 @@ class Agreement:
         if outcome.result == "late" and outcome.rank == self._rank:
             return unposted_error(self._rank, half, timeout_s)
         if outcome.result == "left":
-            link = self._near if outcome.rank in self._near.ranks else self._far
-            words = link.why_left(outcome.rank).words
+            words = link_of(self._near, self._far, outcome.rank).why_left(outcome.rank).words
             outcome = Outcome("left", outcome.rank, words or outcome.detail)
         if outcome.result == "late":
             outcome = Outcome("late", outcome.rank, self._notes.words_of(outcome.rank))

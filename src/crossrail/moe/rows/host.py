@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.moe.arrays import INDEX_TYPES, Array, from_host, to_host
+from crossrail.moe.arrays import INDEX_TYPES, Array, from_host, host_array, to_host
 from crossrail.moe.config import NUMPY_TYPES, Config
 from crossrail.moe.kernels import CpuKernels, Kernels
 
@@ -73,8 +72,7 @@ class SharedHostBlock:
         return self._engine.register(self.region.view())
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-        kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
-        return np.frombuffer(self.region.view(), kind, math.prod(shape), offset).reshape(shape)
+        return host_array(self.region.view(), dtype, shape, offset)
 
     def close(self, timeout_s: float) -> None:
         if not self._engine.closed:
@@ -89,8 +87,7 @@ class HostBlock:
         self._bytes: Array = np.asarray(_core.moe.sparse_pages(max(nbytes, 1), is_dense))
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-        kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
-        return np.frombuffer(self._bytes, kind, math.prod(shape), offset).reshape(shape)
+        return host_array(self._bytes, dtype, shape, offset)
 
     def close(self, timeout_s: float) -> None:
         pass

@@ -87,4 +87,4 @@ class RowMemory(Protocol):
     ) -> None: ...
 
     def settle(self) -> None:
-        """Waits until everything asked for is done: packed memory may be sent, and read memory written anew."""
+        """Waits until everything asked for is done: packed memory may be sent, and what was read may be overwritten."""
