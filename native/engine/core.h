@@ -63,7 +63,8 @@ class EngineCore final : public Sink, public Actor {
   // In a simulation: none of our threads drives.
   bool is_simulated() const { return options_.simulation != nullptr; }
   const Clock& clock() const { return is_simulated() ? static_cast<const Clock&>(*options_.simulation) : real_clock(); }
-  bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
+  // Whether we are on the worker or on the thread that watches words.
+  bool is_own_thread() const { return worker_.get_id() == std::this_thread::get_id() || watchers_->is_this_thread(); }
   bool close(Deadline drain_deadline, const InterruptCheck& interrupted = {});
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();

@@ -78,13 +78,15 @@ Engine::~Engine() {
   core_->close(0);
 }
 
-// The last reference may belong to a transfer that the worker completes after its user has dropped everything. The
-// worker cannot join itself: another thread destroys the engine then.
+// The last reference may belong to a transfer that a thread of ours completes, as the progress holder, after its user
+// has dropped everything. It can neither join itself nor wait for the lock that it holds: another thread destroys the
+// engine then.
 void Engine::destroy() {
+  add_ref();  // not again, when what the worker still does on its own gives back a reference
   if (core_->is_simulated()) {
     const std::shared_ptr<Simulation> simulation = options().simulation;  // outlives us
     simulation->after_turn([this] { delete this; });
-  } else if (core_->is_worker()) {
+  } else if (core_->is_own_thread()) {
     std::thread([this] { delete this; }).detach();
   } else {
     delete this;
@@ -278,7 +280,7 @@ void Engine::release_imm(uint32_t imm, bool force) { core_->imms_.release(imm, f
 Ref<Watcher> Engine::alloc_watcher(Notifier* notifier, uint64_t cookie) {
   core_->check_usable();
   if (core_->options_.simulation) core_->options_.simulation->watches_words(core_->seat_.number);
-  return core_->watchers_->add(core_->watchers_, notifier, cookie);
+  return core_->watchers_->add(EngineRef::share(this), core_->watchers_, notifier, cookie);
 }
 
 // --- running it ---

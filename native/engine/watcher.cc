@@ -1,5 +1,6 @@
 #include "engine/watcher.h"
 
+#include "engine/engine.h"
 #include "engine/watcher_thread.h"
 #include "util/clock.h"
 #include "util/errors.h"
@@ -20,9 +21,14 @@
 
 namespace crossrail {
 
-Watcher::Watcher(std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot,
+Watcher::Watcher(Ref<Engine> engine, std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot,
                  Ref<Notifier> notifier, uint64_t cookie)
-    : thread_(std::move(thread)), word_(word), slot_(slot), notifier_(std::move(notifier)), cookie_(cookie) {}
+    : engine_(std::move(engine)),
+      thread_(std::move(thread)),
+      word_(word),
+      slot_(slot),
+      notifier_(std::move(notifier)),
+      cookie_(cookie) {}
 
 Watcher::~Watcher() {
   close();
@@ -77,7 +83,8 @@ WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<voi
 
 WatcherThread::~WatcherThread() { stop(); }
 
-Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie) {
+Ref<Watcher> WatcherThread::add(Ref<Engine> engine, const std::shared_ptr<WatcherThread>& self, Notifier* notifier,
+                                uint64_t cookie) {
   std::lock_guard lock(mutex_);
   if (stopping_) throw EngineClosedError("the engine is closed");
   if (free_slots_.empty())
@@ -86,7 +93,8 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
   free_slots_.pop_back();
   std::atomic<uint64_t>* const word = words_.get() + slot;
   word->store(0, std::memory_order_release);
-  auto watcher = Ref<Watcher>::adopt(new Watcher(self, word, slot, Ref<Notifier>::share(notifier), cookie));
+  auto watcher =
+      Ref<Watcher>::adopt(new Watcher(std::move(engine), self, word, slot, Ref<Notifier>::share(notifier), cookie));
   watchers_.push_back(watcher.get());
   watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
   return watcher;
@@ -185,6 +193,7 @@ bool WatcherThread::look_at_all() {
 
 void WatcherThread::run() {
   pthread_setname_np(pthread_self(), "crossrail-watch");
+  runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // the default of 50 us would swallow short pauses
   std::unique_lock lock(mutex_);
   while (!stopping_) {

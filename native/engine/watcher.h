@@ -9,6 +9,7 @@
 
 namespace crossrail {
 
+class Engine;
 class WatcherThread;
 
 // One watched word. Intermediate values may be skipped; none is reported twice, and the last one is always reported.
@@ -56,8 +57,9 @@ class Watcher : public RefCounted<Watcher> {
 
  private:
   friend class WatcherThread;
-  Watcher(std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot, Ref<Notifier> notifier,
-          uint64_t cookie);
+  Watcher(Ref<Engine> engine, std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot,
+          Ref<Notifier> notifier, uint64_t cookie);
+  const Ref<Engine> engine_;  // which a change of the word may have to wake; declared first: dropped last
   std::shared_ptr<WatcherThread> thread_;
   std::atomic<uint64_t>* word_;
   uint32_t slot_;

@@ -28,7 +28,7 @@ class WatcherThread {
   WatcherThread(int64_t poll_ns, bool has_thread, std::function<void()> on_awaited);
   ~WatcherThread();
 
-  Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
+  Ref<Watcher> add(Ref<Engine> engine, const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
   void remove(Watcher* watcher);
   void free_slot(uint32_t slot);
   // From now on the word may change without an announcement.
@@ -40,6 +40,7 @@ class WatcherThread {
   void add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta);
   void look();
   bool has_changes();  // since the last look
+  bool is_this_thread() const { return runner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
   void stop();
   void abandon_after_fork();
 
@@ -61,7 +62,8 @@ class WatcherThread {
   const std::function<void()> on_awaited_;  // not called under the mutex, which a simulation's turns take
   const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
   device::HostWords for_gpus_;
-  std::mutex mutex_;  // guards everything below
+  std::atomic<std::thread::id> runner_{};  // relaxed: no other thread finds its own id here
+  std::mutex mutex_;                       // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;
   // Written under the mutex. Read without it, relaxed, at every step of a simulation: most engines have none, and one

@@ -327,6 +327,58 @@ TEST_CASE("an engine that is dropped with a write under way finishes it, then en
   b->close(0);
 }
 
+TEST_CASE("an engine that is dropped while a write waits for its word begins it, then ends") {
+  EngineRef b = open_engine("b");
+  RegionRef dst = b->alloc(4096, false);
+  const auto notifier = Ref<Notifier>::adopt(new Notifier);
+  for (const bool by_kernel : {false, true}) {
+    EngineRef a = open_engine("a");
+    PeerRef seen_by_b = b->peer(a->address());
+    REQUIRE(b->connect(*seen_by_b, deadline_in(20), {}) == WaitResult::kReady);
+    RegionRef src = a->alloc(4096, false);
+    RemoteRegionRef remote = a->remote_region(dst->descriptor());
+    require_done(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+    Ref<Watcher> watcher = a->alloc_watcher(notifier.get(), 0);
+    a->submit_write({.src = src.get(),
+                     .dst = remote.get(),
+                     .length_bytes = 8,
+                     .imm = 5,
+                     .trigger = {.watcher = watcher.get(), .threshold = 1}});
+    std::atomic<uint64_t>* const word = by_kernel ? watcher->word() : nullptr;
+    src = nullptr;
+    remote = nullptr;
+    a = nullptr;
+    if (by_kernel) {
+      watcher = nullptr;  // the write keeps the word
+      word->store(1, std::memory_order_release);
+    } else {
+      watcher->add(1);
+      watcher = nullptr;
+    }
+    require_counted(*b, 5, 1);
+    const Deadline deadline = deadline_in(20);
+    while (seen_by_b->state() != PeerState::kLost && now_ns() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(seen_by_b->state() == PeerState::kLost);
+  }
+  b->close(0);
+}
+
+TEST_CASE("an engine that is dropped while it sends heartbeats ends once") {
+  EngineRef b = open_engine("b");
+  for (int round = 0; round < 100; ++round) {
+    EngineOptions options;
+    options.name = "a";
+    options.heartbeat_ns = 1000;
+    EngineRef a = Engine::open(options);
+    PeerRef peer = a->peer(b->address());
+    REQUIRE(a->connect(*peer, deadline_in(20), {}) == WaitResult::kReady);
+    peer = nullptr;
+    a = nullptr;
+  }
+  b->close(0);
+}
+
 // Whose close() returns may free the memory: it must not return while the other one is about to refuse peers.
 TEST_CASE("when two threads close a region at once, peers are refused when the first of them returns") {
   constexpr uint32_t kRounds = 30'000;
