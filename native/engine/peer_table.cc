@@ -103,11 +103,14 @@ void PeerTable::clear() {
   peers_.clear();
 }
 
-// Its counts stay, so that a rail's counts never shrink.
+// Its counts stay, so that a rail's counts never shrink. A peer that was forgotten before is not there, but one that
+// was added since may be.
 void PeerTable::erase(const Peer& peer) {
+  const auto known = peers_.find(peer.address().incarnation);
+  if (known == peers_.end() || known->second.get() != &peer) return;
   const PeerTrack& track = *peer.track_;
   for (uint32_t rail = 0; rail < track.rail_count; ++rail) gone_counts_[peer.route_.index][rail].add(track.rails[rail]);
-  peers_.erase(peer.address().incarnation);
+  peers_.erase(known);
 }
 
 std::vector<PeerRef> PeerTable::take_lost_peers() {

@@ -379,6 +379,30 @@ TEST_CASE("an engine that is dropped while it sends heartbeats ends once") {
   b->close(0);
 }
 
+TEST_CASE("who forgets a peer twice leaves the one alone that has come in between") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef dst = pair.b->alloc(4096, false);
+  const PeerRef first = pair.a->peer(pair.b->address());
+  require_done(pair.a->submit_write(
+      {.src = src.get(), .dst = pair.a->remote_region(dst->descriptor()).get(), .length_bytes = 8}));
+  pair.a->forget_peer(*first);
+  const PeerRef second = pair.a->peer(pair.b->address());
+  REQUIRE(second.get() != first.get());
+  const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  require_done(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+  const auto sent = [&] {
+    uint64_t works = 0;
+    for (const RailTrafficReport& rail : pair.a->traffic(1'000'000'000).rails) works += rail.counts.works;
+    return works;
+  };
+  const uint64_t sent_before = sent();
+  pair.a->forget_peer(*first);
+  CHECK(pair.a->peer(pair.b->address()).get() == second.get());
+  CHECK(sent() == sent_before);
+  require_done(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+}
+
 // Whose close() returns may free the memory: it must not return while the other one is about to refuse peers.
 TEST_CASE("when two threads close a region at once, peers are refused when the first of them returns") {
   constexpr uint32_t kRounds = 30'000;
