@@ -151,7 +151,7 @@ void EngineCore::drain_after_close() {
   progress_lock_.unlock();
 }
 
-void EngineCore::finish_submits() {
+void EngineCore::finish_submits() try {
   assert_holder();
   Transfer* transfer;
   while (submits_.try_pop(&transfer)) {
@@ -166,6 +166,8 @@ void EngineCore::complete_everything() try {
   finish_submits();
   const std::vector<PeerRef> peers = peers_.peers();
   fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
+} catch (const std::bad_alloc&) {  // see round()
+  fail_out_of_memory(options_.name.c_str());
   for (const PeerRef& peer : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
   transports_.close();
   verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");

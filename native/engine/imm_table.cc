@@ -57,9 +57,9 @@ void ImmTable::release(uint32_t imm, bool force) {
     const auto found = counters_.find(imm);
     if (found == counters_.end()) return;
     if (!force) found->second->check_settled();
+    if (imm >= first_ && next_ > imm) released_.push_back(imm);  // first: there may be no memory for it
     dropped = found->second;
     counters_.erase(found);
-    if (imm >= first_ && next_ > imm) released_.push_back(imm);
     if (is_mutated(Mutation::kReuseImmediateEarly) && imm >= first_) next_ = std::min(next_, imm);
     // release: pairs with the acquire in note_arrival; the holder then drops its remembered counter.
     releases_.fetch_add(1, std::memory_order_release);

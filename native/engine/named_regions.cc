@@ -12,9 +12,8 @@ void NamedRegions::add(uint64_t id, Region* region) {
 
 void NamedRegions::remove(uint64_t id, bool is_revoked) {
   std::lock_guard lock(mutex_);
+  if (is_revoked) revoked_.push_back(id);  // first: there may be no memory for it
   regions_.erase(id);
-  if (!is_revoked) return;
-  revoked_.push_back(id);
   if (revoked_.size() > kRevokedKept) revoked_.pop_front();
 }
 

@@ -165,14 +165,22 @@ Transfer* TransferPool::take() {
   Transfer* surplus = nullptr;
   {
     std::lock_guard lock(lock_);
-    if (out_++ == 0) engine_->add_ref();
     transfer = pop_idle();
+    if (transfer != nullptr) note_taken();
     if (idle_ >= kIdleMax) surplus = pop_idle();
   }
   delete surplus;
-  if (transfer == nullptr) transfer = new Transfer(core_);
+  if (transfer == nullptr) {
+    transfer = new Transfer(core_);  // before it is counted: there may be no memory for it
+    std::lock_guard lock(lock_);
+    note_taken();
+  }
   transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);  // published with the transfer itself
   return transfer;
+}
+
+void TransferPool::note_taken() {
+  if (out_++ == 0) engine_->add_ref();
 }
 
 Transfer* TransferPool::pop_idle() {

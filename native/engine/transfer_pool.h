@@ -15,7 +15,7 @@ namespace crossrail {
 // has dropped everything else.
 class TransferPool {
  public:
-  explicit TransferPool(Engine* engine, EngineCore* core) : engine_(engine), core_(core) {}
+  TransferPool(Engine* engine, EngineCore* core) : engine_(engine), core_(core) {}
   ~TransferPool();
 
   // A pending transfer with one reference.
@@ -37,7 +37,9 @@ class TransferPool {
   static constexpr uint64_t kIdleMax = 65536;  // some 50 MB
 
  private:
-  Transfer* pop_idle();  // under lock_; null if there is none
+  // Under lock_:
+  void note_taken();
+  Transfer* pop_idle();  // null if there is none
 
   Engine* const engine_;
   EngineCore* const core_;

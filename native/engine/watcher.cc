@@ -78,6 +78,7 @@ WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<voi
       on_awaited_(std::move(on_awaited)),
       words_(map_words(kBytes)),
       for_gpus_(words_.get(), kBytes) {
+  watchers_.reserve(kWords);
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
 }
 
@@ -90,11 +91,12 @@ Ref<Watcher> WatcherThread::add(Ref<Engine> engine, const std::shared_ptr<Watche
   if (free_slots_.empty())
     throw UsageError("an engine has at most " + std::to_string(kWords) + " watchers: close some");
   const uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
   std::atomic<uint64_t>* const word = words_.get() + slot;
   word->store(0, std::memory_order_release);
   auto watcher =
       Ref<Watcher>::adopt(new Watcher(std::move(engine), self, word, slot, Ref<Notifier>::share(notifier), cookie));
+  // Nothing allocates from here on: a watcher that is destroyed takes the mutex.
+  free_slots_.pop_back();
   watchers_.push_back(watcher.get());
   watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
   return watcher;

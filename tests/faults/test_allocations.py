@@ -13,7 +13,7 @@ from tests.support.process import REPOSITORY, assert_clean
 
 # One piece of memory after the other is refused, of those that `act` asks for on this thread, until it needs fewer.
 EACH = """
-    import ctypes, sys
+    import ctypes, gc, os, sys
     import numpy as np
     import crossrail as xr
 
@@ -35,6 +35,14 @@ EACH = """
 
     # On engines that spin nobody but the worker moves data, for which memory must not run out.
     options = {"polling": "spin", "transport": sys.argv[2], "rails": 1 if sys.argv[2] == "shm" else ["127.0.0.1"]}
+
+    def descriptors():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    with xr.Engine("first", **options):
+        pass  # from here on the package has what it keeps
+    before = descriptors()
     with xr.Engine("a", **options) as a, xr.Engine("b", **options) as b:
         source = a.register(np.full(100, 7, np.uint8))
         grown = [b.alloc(100) for _ in range(64)]  # so are now the binding's own tables, which cannot fail
@@ -57,19 +65,36 @@ ALLOC = """
 
 WRITE = """
         targets = [b.alloc(100)]
+        held = []  # so that each write needs a transfer of its own
 
         def write():
-            a.submit_write(source, targets[-1].descriptor)
+            held.append(a.submit_write(source, targets[-1].descriptor))
 
         def check():
             targets.append(b.alloc(100))  # what is known of the last one stays as it is
-            a.submit_write(source, targets[-1].descriptor).wait(10)
+            write()
+            held[-1].wait(10)
             assert bytes(memoryview(targets[-1])) == bytes([7]) * 100
             targets.append(b.alloc(100))
 
         print(refuse_each(write, check))
         b.close()
         a.forget_peer(b.address)  # goes through all that is known of it
+    del a, b, source, targets, held, write, check
+    assert descriptors() == before  # a transfer that could not be made keeps no engine alive
+"""
+
+WATCH = """
+        watchers = []
+
+        def watch():
+            watchers.append(b.alloc_watcher(lambda old, new: None))
+
+        def check():
+            watch()
+            watchers[-1].add(1)
+
+        print(refuse_each(watch, check))
 """
 
 CLOSE = """
@@ -96,8 +121,8 @@ def refused_each(act: str, transport: str) -> int:
 @pytest.mark.no_sanitizer  # whose memory is not malloc's
 @pytest.mark.parametrize(
     ("act", "transport", "least"),
-    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (CLOSE, "tcp", 0)],
-    ids=["alloc", "write", "close"],
+    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (WATCH, "shm", 1), (CLOSE, "tcp", 0)],
+    ids=["alloc", "write", "watch", "close"],
 )
 def test_call_without_memory_for_it_leaves_everything_else_as_it_was(act: str, transport: str, least: int) -> None:
     assert refused_each(act, transport) >= least

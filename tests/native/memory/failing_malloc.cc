@@ -10,6 +10,7 @@
 
 CROSSRAIL_CALL void* __libc_malloc(size_t bytes) noexcept;
 CROSSRAIL_CALL void* __libc_calloc(size_t count, size_t bytes) noexcept;
+CROSSRAIL_CALL void* __libc_memalign(size_t alignment, size_t bytes) noexcept;
 
 namespace {
 
@@ -45,4 +46,8 @@ CROSSRAIL_CALL void* malloc(size_t bytes) noexcept {
 
 CROSSRAIL_CALL void* calloc(size_t count, size_t bytes) noexcept {
   return is_refused(__builtin_return_address(0)) ? nullptr : __libc_calloc(count, bytes);
+}
+
+CROSSRAIL_CALL void* aligned_alloc(size_t alignment, size_t bytes) noexcept {
+  return is_refused(__builtin_return_address(0)) ? nullptr : __libc_memalign(alignment, bytes);
 }
