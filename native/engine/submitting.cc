@@ -2,6 +2,7 @@
 // is filled in and handed over.
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <mutex>
 #include <string>
 
@@ -18,6 +19,7 @@ namespace {
 constexpr uint64_t kShortBytes = 16 << 10;
 constexpr uint64_t kShortPages = 64;
 constexpr size_t kShortTargets = 128;
+constexpr uint64_t kPagesMax = std::numeric_limits<uint32_t>::max();  // works of a transfer are counted in 32 bits
 // From this size on, a copy would only push everything else out of the caches.
 constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
 
@@ -281,6 +283,8 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
     throw UsageError("src_pages has " + text(request.src_pages.count) + " indices and dst_pages " +
                      text(request.dst_pages.count) + ": both must have one for each page");
   }
+  if (request.src_pages.count > kPagesMax)
+    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, more than 2**32-1");
   check_imm(request.imm);
   check_rail(request.rail, rail_count());
   const std::pair<const char*, uint64_t> sizes[] = {{"page_bytes", request.page_bytes},

@@ -23,7 +23,7 @@ int64_t now_ns() {
 Deadline deadline_in(double seconds) { return real_clock().deadline_in(seconds); }
 
 Deadline Clock::deadline_in(double seconds) const {
-  if (seconds < 0 || seconds > 1e9) return kNoDeadline;
+  if (!(seconds >= 0 && seconds <= 1e9)) return kNoDeadline;  // likewise for NaN
   return now_ns() + static_cast<int64_t>(seconds * 1e9);
 }
 

@@ -144,6 +144,18 @@ TEST_CASE("paged writes with runs and shuffles count every page") {
   }
 }
 
+TEST_CASE("more pages than a transfer can count works are refused") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(64, false);
+  RegionRef dst = pair.b->alloc(64, false);
+  const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  const int64_t first = 0;
+  const PageIndices pages{.data = &first, .count = uint64_t{1} << 32};
+  CHECK_THROWS_AS(pair.a->submit_paged_writes(
+                      {.src = src.get(), .src_pages = pages, .dst = remote.get(), .dst_pages = pages, .page_bytes = 8}),
+                  UsageError);
+}
+
 TEST_CASE("a burst of long paged writes keeps no more room for page indices than the pool's bound") {
   EngineRef a = open_engine("a", 1, Polling::kManual);
   RegionRef memory = a->alloc(4096, false);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <thread>
 #include <utility>
@@ -148,6 +150,12 @@ TEST_CASE("waits: whoever waits in front hears of the engine's end, and of a sig
     side.engine->close(0);
     for (std::thread& thread : threads) thread.join();
   }
+}
+
+TEST_CASE("waits: seconds that no deadline can tell are no deadline") {
+  for (const double seconds : {-1.0, 1e10, std::numeric_limits<double>::infinity(), std::nan("")})
+    CHECK(deadline_in(seconds) == kNoDeadline);
+  CHECK(deadline_in(1e9) < kNoDeadline);
 }
 
 TEST_CASE("waits: the clock and signals are looked at while there always is more to move") {
