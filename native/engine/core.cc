@@ -71,7 +71,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     return;
   }
   // Last: nothing that may fail comes after it.
-  if (options_.polling != Polling::kManual) worker_ = start_thread([this] { worker_main(); });
+  if (has_worker()) worker_ = start_thread([this] { worker_main(); });
 }
 
 EngineCore::~EngineCore() = default;

@@ -60,7 +60,8 @@ class EngineCore final : public Sink, public Actor {
   // read.
   void flush_gpu_before_counts(int ordinal);
   bool forked() const;
-  // In a simulation: none of our threads drives.
+  // Not in a simulation, where none of our threads drives.
+  bool has_worker() const { return !is_simulated() && options_.polling != Polling::kManual; }
   bool is_simulated() const { return options_.simulation != nullptr; }
   const Clock& clock() const { return is_simulated() ? static_cast<const Clock&>(*options_.simulation) : real_clock(); }
   // Whether we are on the worker or on the thread that watches words.
@@ -212,6 +213,8 @@ class EngineCore final : public Sink, public Actor {
   }
   void worker_main();
   bool drive_until_idle(int64_t spin_ns);
+  // The same, unless the engine is closed: close() may already have closed the transports.
+  bool try_enter_open(uint8_t mark = 1);
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();

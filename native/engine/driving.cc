@@ -26,6 +26,13 @@ bool EngineCore::try_enter(uint8_t mark) {
   return true;
 }
 
+bool EngineCore::try_enter_open(uint8_t mark) {
+  if (!try_enter(mark)) return false;
+  if (!closed()) return true;
+  progress_lock_.unlock();
+  return false;
+}
+
 // Whether a round would find something to move. May say yes too often, never no too often.
 bool EngineCore::has_work() {
   return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) ||
@@ -47,7 +54,7 @@ void EngineCore::leave() {
   if (work) transports_.disarm();
   const Deadline timer = next_due();
   progress_lock_.unlock();
-  if (!worker_.joinable()) return;
+  if (!has_worker()) return;
   // A worker that is just falling asleep may miss both: it then looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
   // seq_cst, after the fence in arm(): either we see until when the worker sleeps, or it sees what we moved, or our
@@ -60,7 +67,7 @@ void EngineCore::leave() {
 // saves peers the system call.
 void EngineCore::leave_awake() {
   assert_holder();
-  if (worker_.joinable()) {
+  if (has_worker()) {
     leave();
     return;
   }
@@ -274,11 +281,7 @@ bool EngineCore::progress() {
     options_.simulation->wake(seat_.number);
     return options_.simulation->advance(clock().now_ns()) == Simulation::Step::kMoved;
   }
-  if (!try_enter()) return false;
-  if (closed()) {
-    progress_lock_.unlock();
-    return false;
-  }
+  if (!try_enter_open()) return false;
   const bool moved = round() > 0;
   leave_awake();  // even if something moved: the caller may never come back
   return moved;
@@ -317,7 +320,7 @@ void EngineCore::submit(Transfer* transfer) {
       if (pushed) break;
       continue;
     }
-    if (try_enter()) {
+    if (try_enter_open()) {
       round();
       leave();
     } else if (++attempts % 64 == 0) {

@@ -67,12 +67,8 @@ bool EngineCore::hold(Transfer* transfer) {
 }
 
 void EngineCore::on_word_changed() try {
-  if (is_simulated() || !try_enter()) {
+  if (is_simulated() || !try_enter_open()) {
     wake();
-    return;
-  }
-  if (closed()) {
-    progress_lock_.unlock();
     return;
   }
   first_bytes_only_ = true;

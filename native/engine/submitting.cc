@@ -203,7 +203,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
   Region* const local = transfer->work_->local;
   // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
-  const bool here = short_work && options_.polling != Polling::kSpin && !is_simulated() && try_enter(kSubmitting);
+  const bool here = short_work && options_.polling != Polling::kSpin && !is_simulated() && try_enter_open(kSubmitting);
   if (!here && local != nullptr) local->begin_op();
   // It may have been closed since our caller looked. From try_enter or begin_op on, close() waits for us; before it, we
   // see it.

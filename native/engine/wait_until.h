@@ -29,9 +29,9 @@ class EngineCore::Visit {
   }
   void step_out() {
     // The current holder will see in leave() that the news has been taken and that nobody is on the way to it.
-    if (std::exchange(guest_.has_news, false) && !holding_ && !core_.closed() && core_.try_enter()) {
+    if (std::exchange(guest_.has_news, false) && !holding_ && core_.try_enter_open()) {
       holding_ = true;
-      if (!core_.closed()) core_.round();
+      core_.round();
     }
     if (std::exchange(guest_.is_in_front, false)) core_.transports_.sleeping_place().leave_front();
     let_go();
@@ -40,11 +40,9 @@ class EngineCore::Visit {
 
   bool is_in_front() const { return guest_.is_in_front; }
   bool is_holding() const { return holding_; }
-  // Becomes the holder if nobody is. True: it became the holder just now.
-  bool enter() {
-    if (holding_ || !assists_) return false;
-    holding_ = core_.try_enter();
-    return holding_;
+  // Becomes the holder if nobody is, unless close() was faster.
+  void enter() {
+    if (!holding_ && assists_) holding_ = core_.try_enter_open();
   }
   void let_go() {
     if (std::exchange(holding_, false)) core_.leave();
@@ -95,7 +93,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       std::this_thread::yield();
       continue;
     }
-    if (visit.enter() && closed()) continue;  // close() may have held the lock in between and be done
+    visit.enter();
     const bool moved = visit.is_holding() && visit.drive();
     if (moved) {
       spin_until = 0;
