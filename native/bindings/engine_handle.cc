@@ -89,8 +89,11 @@ void EngineHandle::forget_peer(nb::handle address) {
   const auto known =
       std::ranges::find(peers, wanted->incarnation, [](const PeerRef& peer) { return peer->address().incarnation; });
   const PeerRef peer = known != peers.end() ? *known : engine->peer(*wanted);
-  drop_caches();
-  engine->forget_peer(*peer);
+  {
+    WithoutGil no_gil;
+    engine->forget_peer(*peer);
+  }
+  drop_caches();  // now, since other threads could still find that peer
 }
 
 void EngineHandle::retire(RegionRef region, nb::object buffer) {

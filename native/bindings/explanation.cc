@@ -4,6 +4,11 @@
 
 namespace crossrail::bindings {
 
+PeerExplanation explain_without_gil(Engine& engine, Peer& peer) {
+  const WithoutGil no_gil;
+  return engine.explain(peer);
+}
+
 nb::tuple explanation_tuple(const PeerExplanation& found) {
   nb::list rails;
   nb::list endpoints;

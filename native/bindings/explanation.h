@@ -7,6 +7,9 @@
 
 namespace crossrail::bindings {
 
+// Engine::explain with the GIL released.
+PeerExplanation explain_without_gil(Engine& engine, Peer& peer);
+
 // The tuple that `Engine._explain` returns. Needs the GIL.
 nanobind::tuple explanation_tuple(const PeerExplanation& found);
 

@@ -104,19 +104,14 @@ void connect(Self self, nb::handle address, nb::handle timeout_s) {
   if (result == WaitResult::kTimeout) {
     raise_object(make_error("connect_timeout", self.h, to_text(target.name), target.pid, timeout_s));
   }
-  raise_object(
-      make_error("connect_failed", self.h, to_text(target.name), target.pid, to_text(engine->explain(*peer).note)));
+  raise_object(make_error("connect_failed", self.h, to_text(target.name), target.pid,
+                          to_text(explain_without_gil(*engine, *peer).note)));
 }
 
 nb::object explain(Self self, nb::handle address) {
   const EngineRef engine = self.p->core();
   const PeerRef peer = self.p->peer(address);
-  PeerExplanation found;
-  {
-    WithoutGil no_gil;
-    found = engine->explain(*peer);
-  }
-  return explanation_tuple(found);
+  return explanation_tuple(explain_without_gil(*engine, *peer));
 }
 
 nb::list peers(Self self) {
@@ -129,7 +124,12 @@ PeerGroupHandle add_peer_group(Self self, nb::handle peers) {
   const EngineRef engine = self.p->core();
   std::vector<Address> addresses;
   for (nb::handle peer : to_sequence(peers, "peers", "Addresses")) addresses.push_back(self.p->peer(peer)->address());
-  return PeerGroupHandle{Held<PeerGroup>(engine->add_peer_group(addresses)), nb::borrow(self.h)};
+  PeerGroupRef group;
+  {
+    WithoutGil no_gil;
+    group = engine->add_peer_group(addresses);
+  }
+  return PeerGroupHandle{Held<PeerGroup>(std::move(group)), nb::borrow(self.h)};
 }
 
 nb::list take_events(Self self) {

@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/engine_handle.h"
+#include "bindings/explanation.h"
 #include "bindings/handles.h"
 #include "bindings/raise.h"
 
@@ -65,7 +66,7 @@ nb::object map(Self self, nb::handle descriptor, nb::handle timeout_s, int gpu) 
   if (result == WaitResult::kClosed) status = Status::kEngineClosed;
   if (status != Status::kDone) {
     std::string note = handle.mapping.trouble;
-    if (note.empty() && !engine->closed()) note = engine->explain(*region->peer()).note;
+    if (note.empty() && !engine->closed()) note = explain_without_gil(*engine, *region->peer()).note;
     raise_object(make_error(gpu < 0 ? "map_failed" : "gpu_map_failed", self.h, status_name(status), to_text(owner.name),
                             handle.length_bytes, region->descriptor().region_id, to_text(note)));
   }

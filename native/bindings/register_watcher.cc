@@ -19,7 +19,7 @@ void init(WatcherHandle* self, nb::pointer_and_handle<EngineHandle> engine, cons
   const Ref<Notifier> queue = notifier.notifier.ref();
   Ref<Watcher> watcher;
   {
-    WithoutGil no_gil;  // the first one starts a thread
+    WithoutGil no_gil;  // on a simulated engine another thread may be inside the world
     watcher = core->alloc_watcher(queue.get(), cookie);
   }
   new (self) WatcherHandle{Held<Watcher>(std::move(watcher)), nb::borrow(engine.h)};
