@@ -141,28 +141,8 @@ nb::list take_events(Self self) {
 }
 
 nb::dict stats(Self self) {
-  const EngineStats stats = self.p->core()->stats();
   nb::dict dict;
-#define CROSSRAIL_STAT(name) dict[#name] = stats.name
-  CROSSRAIL_STAT(transfers_submitted);
-  CROSSRAIL_STAT(transfers_done);
-  CROSSRAIL_STAT(transfers_failed);
-  CROSSRAIL_STAT(transfers_cancelled);
-  CROSSRAIL_STAT(transfers_inflight);
-  CROSSRAIL_STAT(bytes_written);
-  CROSSRAIL_STAT(bytes_read);
-  CROSSRAIL_STAT(messages_sent);
-  CROSSRAIL_STAT(messages_received);
-  CROSSRAIL_STAT(imm_units_received);
-  CROSSRAIL_STAT(imm_overflow_units);
-  CROSSRAIL_STAT(work_requests_posted);
-  CROSSRAIL_STAT(work_requests_retried);
-  CROSSRAIL_STAT(worker_rounds);
-  CROSSRAIL_STAT(worker_sleeps);
-  CROSSRAIL_STAT(peers_connected);
-  CROSSRAIL_STAT(peers_lost);
-  CROSSRAIL_STAT(regions_open);
-#undef CROSSRAIL_STAT
+  self.p->core()->stats().each([&](const char* name, uint64_t value) { dict[name] = value; });
   return dict;
 }
 

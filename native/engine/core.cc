@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <mutex>
 #include <new>
+#include <set>
 
 #include "engine/dump_triggers.h"
 #include "engine/watchdog.h"
@@ -14,12 +16,18 @@
 
 namespace crossrail {
 
+namespace {
+
+// The engines of this process, for fork handling and for dumps on a signal. Never destroyed: engines may outlive static
+// destructors.
+struct LiveEngines {
+  std::mutex mutex;  // held over fork
+  std::set<EngineCore*> cores;
+};
 LiveEngines& live_engines() {
   static auto* instance = new LiveEngines;
   return *instance;
 }
-
-namespace {
 
 // How many forks lie between this process and the first one. A plain global, since every submit checks it.
 // relaxed: a child has a single thread when it is incremented, and every thread that it starts later sees that.
@@ -122,8 +130,7 @@ void EngineCore::check_usable() const {
 
 // The threads do not exist in the child, and any lock that they held stays locked: nothing here may be used any more.
 void EngineCore::abandon_after_fork() {
-  new std::thread(
-      std::move(worker_));  // leaked: a thread that is not in this process can be neither joined nor detached
+  leak_thread(worker_);
   watchers_->abandon_after_fork();
   if (watchdog_) watchdog_->abandon_after_fork();
   transports_.abandon_after_fork();
@@ -159,6 +166,8 @@ void EngineCore::finish_submits() try {
     transfer->work_->open_items = 0;
     finish(transfer, Status::kEngineClosed);
   }
+} catch (const std::bad_alloc&) {  // see round()
+  fail_out_of_memory(options_.name.c_str());
 }
 
 void EngineCore::complete_everything() try {
@@ -166,8 +175,6 @@ void EngineCore::complete_everything() try {
   finish_submits();
   const std::vector<PeerRef> peers = peers_.peers();
   fail_triggered(nullptr, Status::kEngineClosed, "the engine was closed");
-} catch (const std::bad_alloc&) {  // see round()
-  fail_out_of_memory(options_.name.c_str());
   for (const PeerRef& peer : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
   transports_.close();
   verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");

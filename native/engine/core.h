@@ -26,7 +26,6 @@
 #include "engine/flight_recorder.h"
 #include "engine/heartbeats.h"
 #include "engine/imm_table.h"
-#include "engine/live_engines.h"
 #include "engine/named_regions.h"
 #include "engine/peer_table.h"
 #include "engine/peer_work.h"
@@ -213,9 +212,9 @@ class EngineCore final : public Sink, public Actor {
   }
   void worker_main();
   bool drive_until_idle(int64_t spin_ns);
+  bool try_enter(uint8_t mark = 1);
   // The same, unless the engine is closed: close() may already have closed the transports.
   bool try_enter_open(uint8_t mark = 1);
-  bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
   class Visit;  // a thread's stay in wait_until()
@@ -233,6 +232,8 @@ class EngineCore final : public Sink, public Actor {
 
   // --- recording (recording.cc), progress holder ---
   void record_transfer(FlightState state, const Transfer& transfer);
+  static FlightEntry entry_of_works(FlightState state, const Peer& peer, const TransferWork& work, uint32_t count,
+                                    uint64_t bytes);
   void record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer, uint32_t count,
                     uint64_t bytes);
   void record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,

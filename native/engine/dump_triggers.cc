@@ -204,7 +204,7 @@ void SignalDump::close() {
     the_dump.store(nullptr, std::memory_order_release);  // last: a new one must find the signal free
   }
   if (getpid() != owner_pid_) {
-    new std::thread(std::move(thread_));  // leaked: a thread that is not in this process cannot be joined
+    leak_thread(thread_);
     return;
   }
   sem_post(wanted_dumps());

@@ -103,6 +103,10 @@ const char* event_kind_name(EngineEvent::Kind kind);
 
 enum class PeerState : uint8_t { kUnknown, kConnecting, kConnected, kSlow, kFrozen, kLost };
 const char* peer_state_name(PeerState state);
+// Connected, whether or not it moves.
+constexpr bool is_linked(PeerState state) {
+  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
+}
 
 // An engine we can reach: one per incarnation. Made by Engine::peer.
 class Peer : public RefCounted<Peer> {
@@ -276,6 +280,29 @@ struct EngineStats {
   uint64_t bytes_written, bytes_read, messages_sent, messages_received;
   uint64_t imm_units_received, imm_overflow_units, work_requests_posted, work_requests_retried;
   uint64_t worker_rounds, worker_sleeps, peers_connected, peers_lost, regions_open, transfers_inflight;
+
+  // Calls visit(name, value) for each, in the order in which people see them.
+  template <typename Visit>
+  void each(Visit&& visit) const {
+    visit("transfers_submitted", transfers_submitted);
+    visit("transfers_done", transfers_done);
+    visit("transfers_failed", transfers_failed);
+    visit("transfers_cancelled", transfers_cancelled);
+    visit("transfers_inflight", transfers_inflight);
+    visit("bytes_written", bytes_written);
+    visit("bytes_read", bytes_read);
+    visit("messages_sent", messages_sent);
+    visit("messages_received", messages_received);
+    visit("imm_units_received", imm_units_received);
+    visit("imm_overflow_units", imm_overflow_units);
+    visit("work_requests_posted", work_requests_posted);
+    visit("work_requests_retried", work_requests_retried);
+    visit("worker_rounds", worker_rounds);
+    visit("worker_sleeps", worker_sleeps);
+    visit("peers_connected", peers_connected);
+    visit("peers_lost", peers_lost);
+    visit("regions_open", regions_open);
+  }
 };
 
 class Engine : public RefCounted<Engine> {

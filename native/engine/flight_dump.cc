@@ -140,29 +140,6 @@ void put_rings(JsonLines& out, const FlightRecorder& recorder, const TickClock::
   }
 }
 
-void put_counts(JsonLines& out, const EngineStats& stats) {
-#define CROSSRAIL_COUNT(name) out.line("count", #name, stats.name)
-  CROSSRAIL_COUNT(transfers_submitted);
-  CROSSRAIL_COUNT(transfers_done);
-  CROSSRAIL_COUNT(transfers_failed);
-  CROSSRAIL_COUNT(transfers_cancelled);
-  CROSSRAIL_COUNT(transfers_inflight);
-  CROSSRAIL_COUNT(bytes_written);
-  CROSSRAIL_COUNT(bytes_read);
-  CROSSRAIL_COUNT(messages_sent);
-  CROSSRAIL_COUNT(messages_received);
-  CROSSRAIL_COUNT(imm_units_received);
-  CROSSRAIL_COUNT(imm_overflow_units);
-  CROSSRAIL_COUNT(work_requests_posted);
-  CROSSRAIL_COUNT(work_requests_retried);
-  CROSSRAIL_COUNT(worker_rounds);
-  CROSSRAIL_COUNT(worker_sleeps);
-  CROSSRAIL_COUNT(peers_connected);
-  CROSSRAIL_COUNT(peers_lost);
-  CROSSRAIL_COUNT(regions_open);
-#undef CROSSRAIL_COUNT
-}
-
 }  // namespace
 
 void EngineCore::dump(std::string_view reason, TextSink* sink) const {
@@ -170,7 +147,7 @@ void EngineCore::dump(std::string_view reason, TextSink* sink) const {
   const TickClock::Scale scale = recorder_.scale();
   out.line("flight", kFlightVersion, CROSSRAIL_VERSION, options_.name, transports_.address().pid, reason,
            clock().now_ns(), wall_ns());
-  put_counts(out, stats());
+  stats().each([&](const char* name, uint64_t value) { out.line("count", name, value); });
   out.line("count", "submits_waiting", submits_waiting());
   out.line("count", "transfers_untriggered", triggers_.size());
   imms_.visit_waiting([&](uint32_t imm, uint64_t units, uint64_t needed) { out.line("wait", imm, units, needed); });

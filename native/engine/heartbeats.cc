@@ -15,10 +15,6 @@ std::string exact_seconds_text(int64_t ns) {
   return std::to_string(ms / 1000) + "." + std::to_string(1000 + ms % 1000).substr(1) + " s";
 }
 
-bool has_link(PeerState state) {
-  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
-}
-
 }  // namespace
 
 void Heartbeats::tend(int64_t now) {
@@ -28,7 +24,7 @@ void Heartbeats::tend(int64_t now) {
   tended_ns_ = now;
   due_ns_ = now + interval_ns_;
   for (const PeerRef& peer : core_->peer_table().peers()) {
-    if (!has_link(peer->state())) continue;
+    if (!is_linked(peer->state())) continue;
     Heartbeat& beat = core_->heartbeat_of(*peer);
     if (has_slept && beat.sent_ns != 0) beat.sent_ns = now;
     tend_peer(*peer, now);

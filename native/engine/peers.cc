@@ -37,10 +37,6 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
   explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, own_devices, peer);
 }
 
-bool is_linked(PeerState state) {
-  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
-}
-
 }  // namespace
 
 PeerRef EngineCore::add_peer(const Address& address) {

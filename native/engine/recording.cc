@@ -45,18 +45,21 @@ void EngineCore::record_transfer(FlightState state, const Transfer& transfer) {
 }
 
 // Works of one transfer that were handed to a transport, were put on one of its rails, or ended there.
+FlightEntry EngineCore::entry_of_works(FlightState state, const Peer& peer, const TransferWork& work, uint32_t count,
+                                       uint64_t bytes) {
+  return {.bytes = bytes,
+          .transfer = work.serial,
+          .peer = peer.track_->id,
+          .imm = work.imm,
+          .count = count,
+          .op = static_cast<uint32_t>(work.kind) + 1,
+          .state = state};
+}
+
 void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer,
                               uint32_t count, uint64_t bytes) {
   assert_holder();
-  const TransferWork& work = *transfer.work_;
-  recorder_.record(peer.route_.index, rail,
-                   {.bytes = bytes,
-                    .transfer = work.serial,
-                    .peer = peer.track_->id,
-                    .imm = work.imm,
-                    .count = count,
-                    .op = static_cast<uint32_t>(work.kind) + 1,
-                    .state = state});
+  recorder_.record(peer.route_.index, rail, entry_of_works(state, peer, *transfer.work_, count, bytes));
 }
 
 void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
@@ -74,13 +77,7 @@ void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uin
 void EngineCore::record_first_moved(const Peer& peer, uint32_t rail, uint64_t bytes, const TransferWork& work) {
   assert_holder();
   recorder_.record_repeatable(&peer, peer.route_.index, rail,
-                              {.bytes = bytes,
-                               .transfer = work.serial,
-                               .peer = peer.track_->id,
-                               .imm = work.imm,
-                               .count = 1,
-                               .op = static_cast<uint32_t>(work.kind) + 1,
-                               .state = FlightState::kMoved});
+                              entry_of_works(FlightState::kMoved, peer, work, 1, bytes));
 }
 
 void EngineCore::note_retired(Peer& peer, uint32_t count) {

@@ -39,6 +39,7 @@ class Region {
   void add_ref() { uses_.fetch_add(1, std::memory_order_relaxed); }
   void release() { drop(1); }
 
+  const Engine* engine() const { return engine_.get(); }
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   Access access() const { return access_; }

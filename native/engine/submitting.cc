@@ -62,14 +62,14 @@ inline void check_rail(uint32_t rail, uint32_t rail_count) {
   if (rail != kAnyRail && rail >= rail_count) throw_rail(rail, rail_count);
 }
 
-[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
+[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, Engine* owner) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
-  if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
+  if (region->engine() != owner) throw UsageError(std::string(name) + " is a region of another engine");
   owner->core().check_usable();  // whose end may have closed it since our caller looked
   throw UsageError(std::string(name) + " is closed");
 }
-inline void check_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
-  if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
+inline void check_local(const Region* region, const char* name, Engine* owner) {
+  if (region == nullptr || region->engine() != owner || region->closed()) throw_local(region, name, owner);
 }
 
 [[gnu::cold, noreturn]] void throw_not_of_group(size_t index, const Address& owner, const Address& member) {
@@ -227,7 +227,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
 
 TransferRef Engine::submit_write(const WriteRequest& request) {
   core_->check_usable();
-  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  check_local(request.src, "src", this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
   if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
@@ -253,7 +253,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
 
 TransferRef Engine::submit_read(const ReadRequest& request) {
   core_->check_usable();
-  check_local(request.dst, "dst", request.dst ? request.dst->engine_.get() : nullptr, this);
+  check_local(request.dst, "dst", this);
   check_remote(request.src, "src", Access::kRemoteRead);
   check_memory(*request.dst, *request.src, request.verify);
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
@@ -275,7 +275,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
 
 TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   core_->check_usable();
-  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  check_local(request.src, "src", this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_memory(*request.src, *request.dst, request.verify);
   if (request.trigger.watcher != nullptr) check_trigger(request.trigger, *core_, request.verify);
@@ -329,7 +329,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
 
 TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   core_->check_usable();
-  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  check_local(request.src, "src", this);
   const size_t count = request.dsts.size();
   if (request.lengths.size() != count || request.src_offsets.size() != count || request.dst_offsets.size() != count) {
     throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) +

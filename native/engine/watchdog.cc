@@ -62,8 +62,7 @@ void Watchdog::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-// Leaked: a thread that is not in this process can be neither joined nor detached.
-void Watchdog::abandon_after_fork() { new std::thread(std::move(thread_)); }
+void Watchdog::abandon_after_fork() { leak_thread(thread_); }
 
 void Watchdog::run() {
   pthread_setname_np(pthread_self(), "crossrail-dog");

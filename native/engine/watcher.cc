@@ -162,8 +162,7 @@ void WatcherThread::stop() {
   exposed_count_ = 0;
 }
 
-// Leaked: a thread that is not in this process can be neither joined nor detached.
-void WatcherThread::abandon_after_fork() { new std::thread(std::move(thread_)); }
+void WatcherThread::abandon_after_fork() { leak_thread(thread_); }
 
 void WatcherThread::look() {
   if (watcher_count_.load(std::memory_order_relaxed) == 0) return;

@@ -48,4 +48,7 @@ std::thread start_thread(Body&& body) {
   }
 }
 
+// In a forked child, for a thread of its parent: leaked, since it can be neither joined nor detached here.
+inline void leak_thread(std::thread& thread) { new std::thread(std::move(thread)); }
+
 }  // namespace crossrail

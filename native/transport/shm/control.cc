@@ -172,7 +172,7 @@ void Control::stop() {
 // The thread does not exist in the child: it can be neither joined nor detached, so it is leaked. The child holds
 // copies of the parent's sockets until it ends or execs; peers see the parent's death by its pidfd all the same.
 void Control::abandon_after_fork() {
-  new std::thread(std::move(thread_));
+  leak_thread(thread_);
   listener_.reset();
 }
 

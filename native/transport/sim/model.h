@@ -55,7 +55,6 @@ class Wire {
     free_at_ = start + duration;
     return start;
   }
-  Time free_at() const { return free_at_; }
 
  private:
   Time free_at_ = 0;
