@@ -157,6 +157,15 @@ async def test_watermark_too_small_says_what_is_needed(make_fleet: MakeFleet) ->
     await again.assert_holds(1)
 
 
+async def test_watermark_that_no_memory_holds_is_named(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_options={"tmp_bytes_max": 1 << 47}, trainer_count=1)
+    await fleet.start(targets=[1])
+
+    why = await fleet.failing_update(1)
+
+    assert f"trainer 0: Assign: tmp_bytes_max={1 << 47}: mmap: no address space" in why
+
+
 async def test_nan_is_named_and_the_next_version_comes_through(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     await fleet.start()

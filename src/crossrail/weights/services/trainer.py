@@ -298,7 +298,10 @@ class WeightTrainer(AsyncClosing):
         """On the executor's thread: a GPU's memory is waited for, and takes long to register."""
         if self._arena is None:
             self._preparer = self._preparer or preparer_for(self.memory.regions)
-            self._arena = self._preparer.alloc(self._engine, self._tmp_bytes_max)
+            try:
+                self._arena = self._preparer.alloc(self._engine, self._tmp_bytes_max)
+            except CrossrailError as error:
+                raise CrossrailError(f"tmp_bytes_max={self._tmp_bytes_max}: {error}") from error
 
     def _drop_assigned(self) -> None:
         assigned, self._assigned = self._assigned, None
