@@ -130,7 +130,7 @@ async def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     code, out, err = await ended(await start_load(tmp_path, "--targets", 2, "--wait-s", 0.5, "--transport", "shm"))
     assert code == 1
     assert "controller: " in out
-    assert "not there within 0.5 s: target 0, target 1" in err
+    assert "not there within 0.5 s: inference rank 0, inference rank 1" in err
 
 
 async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:

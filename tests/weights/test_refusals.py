@@ -33,7 +33,7 @@ def refused(trainers: list[tuple[Holding, ...]], targets: list[tuple[Holding, ..
 
 def test_parameter_that_no_trainer_holds() -> None:
     assert refused([(W,)], [(W, N)]) == (
-        "'n': wanted by targets and held by no trainer. Next: add() it under this name at a trainer, also if it is "
+        "'n': wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if it is "
         "tied to another"
     )
 
@@ -53,7 +53,7 @@ def test_name_that_was_probably_meant_is_named(held: str, wanted: str, hint: str
 
     why = refused([(W, at_trainer)], [(W, at_target)])
 
-    assert why.startswith(f"'{wanted}': wanted by targets and held by no trainer. Next: ")
+    assert why.startswith(f"'{wanted}': wanted by inference ranks and held by no trainer. Next: ")
     assert hint in why
     assert hint == "tied to another" or not why.endswith("tied to another")
 
@@ -65,7 +65,7 @@ def test_many_that_lack_are_not_all_listed() -> None:
 
 
 def test_parameter_that_no_target_wants_unless_ignored_or_tied() -> None:
-    assert "'n': held by trainers and wanted by no target. Next: " in refused([(W, N)], [(W,)])
+    assert "'n': held by trainers and wanted by no inference rank. Next: " in refused([(W, N)], [(W,)])
 
     trainer, target = holder("trainer", 0, W, N), holder("target", 0, W)
     assert len(make_plan([trainer], [target], PlanOptions(ignore=("n",))).writes) == 1
@@ -203,8 +203,8 @@ def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
         ([trainer, trainer], [target], "rank 2 occurs twice among the trainers"),
         ([target], [target], "is given as a trainer"),
         ([], [target], "there is no trainer"),
-        ([trainer], [], "there is no target"),
-        ([holder("trainer", 0)], [target], "'w': wanted by targets"),
+        ([trainer], [], "there is no inference rank"),
+        ([holder("trainer", 0)], [target], "'w': wanted by inference ranks"),
     ):
         with pytest.raises(UsageError, match=text):
             make_plan(trainers, targets)

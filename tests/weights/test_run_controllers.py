@@ -215,7 +215,7 @@ async def test_inference_rank_that_alone_wants_a_parameter_does_not_fail_updates
 
     trainer = await add(fleet, "trainer", 0, weights)
     first = await add(fleet, "target", 0, stages[0])
-    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no target"):
+    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no inference rank"):
         await controller.update(1, PATIENCE_S)
     last = await add(fleet, "target", 1, stages[1])
     await update(2)
@@ -224,7 +224,7 @@ async def test_inference_rank_that_alone_wants_a_parameter_does_not_fail_updates
     await update(3)
     assert [array.max() for stage in stages for array in stage.values()] == [3, 2]
     await add(fleet, "target", 1, {"first": np.zeros((4, 8), np.float32)}, name="another")
-    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no target"):
+    with pytest.raises(xr.UsageError, match="'last': held by trainers and wanted by no inference rank"):
         await controller.update(4, PATIENCE_S)
     await fleet.receivers[1].leave()
     await first.leave()

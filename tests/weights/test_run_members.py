@@ -32,7 +32,7 @@ async def test_rank_that_never_joins_is_named(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=2)
     controller = await fleet.start(targets=[0])
     await controller.ready([0, 1], [0], PATIENCE_S)
-    with pytest.raises(xr.WaitTimeout, match=r"not there within 0\.1 s: trainer 2, target 1$"):
+    with pytest.raises(xr.WaitTimeout, match=r"not there within 0\.1 s: trainer 2, inference rank 1$"):
         await controller.ready(range(3), range(2), 0.1)
     with pytest.raises(xr.WaitTimeout, match=r": trainer 2, .*, trainer 17, and 3 more$"):
         await controller.ready(range(20), range(2), 0.1)

@@ -182,7 +182,7 @@ def load(**options: Any) -> None:
     show_default=True,
     help="needed: parameters are prepared where they are; full: every trainer gathers all of its part.",
 )
-@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target needs.")
+@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no inference rank needs.")
 @click.option("-o", "--output", type=OutputFile(), help="Where to save the plan.")
 def plan(**options: Any) -> None:
     """Plan an update of MODEL (kimi-k2, deepseek-v3, qwen3-235b) or from inventories, and verify the plan."""

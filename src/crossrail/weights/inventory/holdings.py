@@ -261,6 +261,11 @@ class Inventory:
         return f"<Inventory of {self.role} {self.rank}, {len(self.rows)} holdings>"
 
 
+def called(role: Role, rank: int) -> str:
+    """A member, for people."""
+    return f"trainer {rank}" if role == "trainer" else f"inference rank {rank}"
+
+
 def check_member(role: object, rank: object) -> None:
     """UsageError unless these identify a trainer or an inference rank."""
     if role not in ("trainer", "target"):

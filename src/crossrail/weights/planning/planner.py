@@ -131,8 +131,8 @@ def _rank(inventory: Inventory) -> int:
 def _check_roles(trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> None:
     for role, inventories in (("trainer", trainers), ("target", targets)):
         if not inventories:
-            missing = Unheld if role == "trainer" else UsageError
-            raise missing(f"there is no {role}: a plan needs one or more")
+            missing, what = (Unheld, "trainer") if role == "trainer" else (UsageError, "inference rank")
+            raise missing(f"there is no {what}: a plan needs one or more")
         for inventory in inventories:
             if inventory.role != role:
                 raise UsageError(f"{inventory} is given as a {role}")

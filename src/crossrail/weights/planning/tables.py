@@ -11,7 +11,7 @@ import numpy.typing as npt
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import CASTS, DTYPES, FP8, QUANTISED, dtype_code
 from crossrail.weights.errors import Unheld
-from crossrail.weights.inventory.holdings import DIMS, HOLDING, Inventory, Role
+from crossrail.weights.inventory.holdings import DIMS, HOLDING, Inventory, Role, called
 from crossrail.weights.inventory.wrappers import meant
 from crossrail.weights.planning.boxes import Boxes, Ints, columns_of, distinct, find_fault, overlaps
 
@@ -97,8 +97,7 @@ def _check_same(tables: Tables, sides: Sequence[tuple[Role, Side]], field: str, 
     bad = differ.any(axis=1) if differ.ndim > 1 else differ
     if bad.any():
         row = int(np.argmax(bad))
-        called = {"trainer": "trainer", "target": "inference rank"}
-        owners = [f"{called[role]} {rank}" for role, side in sides for rank in side.rank]
+        owners = [called(role, rank) for role, side in sides for rank in side.rank]
         pair = [f"{_text(field, rows[i])} at {owners[i]}" for i in (first[name[row]], row)]
         raise UsageError(f"{tables.names[name[row]]!r} {what}: {' and '.join(pair)}")
 
@@ -153,7 +152,7 @@ def _check_held(names: Sequence[str], wanted: Ints, held: npt.NDArray[np.bool_])
         left[wanted] = False
         hint = meant(names[int(missing[0])], [names[at] for at in np.flatnonzero(left).tolist()])
         what = (
-            "wanted by targets and held by no trainer. Next: add() it under this name at a trainer, also if it is tied "
+            "wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if it is tied "
             f"to another{hint}"
         )
         _refuse_names(names, missing, what, Unheld)
@@ -228,8 +227,8 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
     left = frozenset(ignore)
     ignored = np.array([tables.names[name] in left for name in found], bool)
     what = (
-        "held by trainers and wanted by no target. Next: if that is meant, name it in PlanOptions(ignore=), or by "
-        "--ignore of `crossrail weights load`"
+        "held by trainers and wanted by no inference rank. Next: if that is meant, name it in PlanOptions(ignore=), or "
+        "by --ignore of `crossrail weights load`"
     )
     _refuse_names(tables.names, found[~ignored], what)
 

@@ -18,7 +18,7 @@ from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.errors import MemberRefused
-from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.inventory.holdings import Inventory, Role, called
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
@@ -59,7 +59,7 @@ class Member:
     number: int = 0
 
     def __str__(self) -> str:
-        return f"{'trainer' if self.role == 'trainer' else 'inference rank'} {self.rank}"
+        return called(self.role, self.rank)
 
 
 def assigns_of(

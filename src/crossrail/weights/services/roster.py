@@ -11,7 +11,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import UsageError, WaitTimeout
-from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.inventory.holdings import Inventory, Role, called
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import Member, until_reached
 from crossrail.weights.threads import in_thread
@@ -69,7 +69,7 @@ class Roster:
         while missing := [key for key in wanted if key not in self.members]:
             self._joined.clear()
             if not await set_in_time(self._joined, deadline_at_s - loop_time_s()):
-                names = ", ".join(f"{role} {rank}" for role, rank in missing[:_NAMED])
+                names = ", ".join(called(role, rank) for role, rank in missing[:_NAMED])
                 names += f", and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
                 raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
 
