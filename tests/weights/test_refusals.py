@@ -33,8 +33,8 @@ def refused(trainers: list[tuple[Holding, ...]], targets: list[tuple[Holding, ..
 
 def test_parameter_that_no_trainer_holds() -> None:
     assert refused([(W,)], [(W, N)]) == (
-        "'n': wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if it is "
-        "tied to another"
+        "'n': wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if "
+        "it is tied to another"
     )
 
 

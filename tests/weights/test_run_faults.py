@@ -166,6 +166,20 @@ async def test_watermark_that_no_memory_holds_is_named(make_fleet: MakeFleet) ->
     assert f"trainer 0: Assign: tmp_bytes_max={1 << 47}: mmap: no address space" in why
 
 
+async def test_rank_that_waited_in_vain_says_why_an_update_failed(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    receiver = fleet.receivers[0]
+    waiting = asyncio.ensure_future(receiver.wait_version(1, 0.5))
+    await asyncio.sleep(0)
+    await receiver._updates.on_abort(fleet.controller.address, m.Abort(1, "'mtp': wanted by nobody"))
+
+    with pytest.raises(xr.WaitTimeout, match=r"1 not .* within 0\.5 s; an update failed meanwhile: 'mtp': wanted by"):
+        await waiting
+    with pytest.raises(xr.WaitTimeout, match=r"version 1 not complete within 0\.1 s$"):
+        await receiver.wait_version(1, 0.1)
+
+
 async def test_nan_is_named_and_the_next_version_comes_through(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     await fleet.start()

@@ -258,7 +258,7 @@ class Inventory:
         raise UsageError(f"{self}: {name}: {what}{value}")
 
     def __repr__(self) -> str:
-        return f"<Inventory of {self.role} {self.rank}, {len(self.rows)} holdings>"
+        return f"<Inventory of {called(self.role, self.rank)}, {len(self.rows)} holdings>"
 
 
 def called(role: Role, rank: int) -> str:

@@ -27,6 +27,7 @@ from crossrail.weights.inventory.holdings import (
     Inventory,
     RegionInfo,
     Role,
+    called,
     check_holding,
     check_member,
     checked_dtype,
@@ -107,7 +108,7 @@ class WeightMemory(Closing):
         self.is_torn = False
 
     def __repr__(self) -> str:
-        return f"<WeightMemory of {self.role} {self.rank}, {len(self._added)} tensors>"
+        return f"<WeightMemory of {called(self.role, self.rank)}, {len(self._added)} tensors>"
 
     @property
     def closed(self) -> bool:
@@ -214,7 +215,7 @@ class WeightMemory(Closing):
         """
         with self._registering:
             if self.closed:
-                raise UsageError(f"memory of {self.role} {self.rank} was closed")
+                raise UsageError(f"memory of {called(self.role, self.rank)} was closed")
             if self._inventory is None:
                 self._register()
             infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
@@ -250,7 +251,7 @@ class WeightMemory(Closing):
         """
         with self._registering:
             if self.closed:
-                raise UsageError(f"memory of {self.role} {self.rank} was closed")
+                raise UsageError(f"memory of {called(self.role, self.rank)} was closed")
             devices = gpu.gpus_of(regions)
             views = []
             for _, piece in self._added:

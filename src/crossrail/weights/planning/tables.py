@@ -152,8 +152,8 @@ def _check_held(names: Sequence[str], wanted: Ints, held: npt.NDArray[np.bool_])
         left[wanted] = False
         hint = meant(names[int(missing[0])], [names[at] for at in np.flatnonzero(left).tolist()])
         what = (
-            "wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if it is tied "
-            f"to another{hint}"
+            "wanted by inference ranks and held by no trainer. Next: add() it under this name at a trainer, also if it "
+            f"is tied to another{hint}"
         )
         _refuse_names(names, missing, what, Unheld)
 

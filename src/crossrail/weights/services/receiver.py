@@ -167,10 +167,11 @@ class WeightReceiver(AsyncClosing):
         not join again, or is closed.
         """
         check_whole(version=version)
-        deadline_at_s = deadline_in(timeout_s)
+        deadline_at_s, failures = deadline_in(timeout_s), self.failures
         while self.version < version:
             self._check_takes_part()
-            await self._changes.wait(deadline_at_s, f"version {version} not complete within {timeout_s:g} s")
+            failed = f"; an update failed meanwhile: {self._updates.last_why}" if self.failures > failures else ""
+            await self._changes.wait(deadline_at_s, f"version {version} not complete within {timeout_s:g} s{failed}")
 
     def has_come(self, version: int, commits: int) -> bool:
         """Whether an update has brought exactly this version since self.commits had this value."""
