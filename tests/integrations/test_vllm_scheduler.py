@@ -360,7 +360,7 @@ def test_who_holds_nothing_or_loads_waits_on() -> None:
     assert [step.releases for step in orders] == [[]] * 4
 
 
-def test_a_pause_is_no_standstill() -> None:
+def test_a_pause_is_no_deadlock() -> None:
     """Paused, as for an update of its weights, vLLM goes on with steps, but starts nothing: blocks may be free."""
     now = [0.0]
     s = side(wait_s=10.0, clock=lambda: now[0])

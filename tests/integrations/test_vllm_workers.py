@@ -80,7 +80,7 @@ def test_producer_that_had_given_its_decoder_up_is_fenced_off(
     assert d.results[0].failed == {"b"} and len(fenced) == 1
 
 
-def test_worker_whose_producer_stands_still_in_a_copy_closes_all_else(
+def test_worker_whose_producer_is_frozen_in_a_copy_closes_all_else(
     p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
@@ -211,7 +211,7 @@ sys.stdin.read()
 """
 
 
-def test_a_decoder_that_stands_still_does_not_keep_preempted_blocks(open_side: Open) -> None:
+def test_a_frozen_decoder_does_not_keep_preempted_blocks(open_side: Open) -> None:
     """Nor ends the producer's engine: the writes to it end, and others' go on."""
     p, d = open_side("p", options=OVER_TCP), open_side("other d", options=OVER_TCP)
     frozen = subprocess.Popen(
@@ -473,7 +473,7 @@ def test_a_decoder_that_ends_frees_the_producers_blocks(open_side: Open) -> None
     d.assert_holds("d", THEIRS, as_of="c")
 
 
-def test_a_producer_that_stands_still_is_shut_out(open_side: Open) -> None:
+def test_a_frozen_producer_is_shut_out(open_side: Open) -> None:
     """And when it goes on, and writes what it was asked for, nothing of it lands."""
     p, d = open_side("p"), open_side("d", options=IMPATIENT)
     p.prefill("a", TOKENS, MINE)

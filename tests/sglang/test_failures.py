@@ -68,7 +68,7 @@ def test_a_prefiller_that_is_being_shut_out_is_named(p: Side, d: Side) -> None:
     ask(receivers[0])
     until(WAITING, p.sender(1))
     [ours] = d.manager.core.decoder._receivers.values()
-    ours._accesses[receivers[1]._pull.instance.writer].is_closing = True  # as while it stands still in a copy
+    ours._accesses[receivers[1]._pull.instance.writer].is_closing = True  # as while it is frozen in a copy
     ask(receivers[1])
     until(FAILED, receivers[1])
     assert "writer 'sglang-prefill-0-1." in failure(receivers[1]).failure_reason
@@ -149,7 +149,7 @@ def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
 
 
 @pytest.mark.parametrize("sent", ["half", "all"])
-def test_an_abort_stands_still_only_where_sglang_would_reuse_the_pages(
+def test_an_abort_waits_only_where_sglang_would_reuse_the_pages(
     p: Side, d: Side, sent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once it has sent all, SGLang polls until it reads Failed. Before, it gives the pages away when abort returns."""
@@ -394,7 +394,7 @@ def _why_missing(d: Side, address: str) -> str:
     return str(d.manager.core.why_missing(address))
 
 
-def test_a_decoder_whose_prefiller_stands_still_in_a_copy_is_not_said_to_be_closed(
+def test_a_decoder_whose_prefiller_is_frozen_in_a_copy_is_not_said_to_be_closed(
     p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver_module, "_SHUT_S", 0.3)
@@ -433,7 +433,7 @@ def test_a_bootstrap_server_that_was_restarted_hears_of_all_ranks_again(
         again.close()
 
 
-def test_a_prefiller_that_is_gone_is_looked_up_anew(open_side: Open, p: Side, d: Side, address: str) -> None:
+def test_a_prefiller_that_is_gone_is_looked_up_again(open_side: Open, p: Side, d: Side, address: str) -> None:
     receiver = d.receiver(1)
     ask(receiver)
     p.close()
@@ -458,7 +458,7 @@ def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
     hand_over(again, d, "after", 2)
 
 
-def test_a_prefiller_that_goes_while_sglang_looks_for_it_is_there_until_it_looks_anew(
+def test_a_prefiller_that_goes_while_sglang_looks_for_it_is_there_until_it_looks_again(
     p: Side, d: Side, address: str
 ) -> None:
     """SGLang asks for its ranks of data parallelism, which we do not know, where the second look finds nobody."""

@@ -39,7 +39,7 @@ def test_none_has_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sglangs_variables_are_obeyed(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], times: dict[str, float]
 ) -> None:
-    """With SGLang's least values, 2 s and one failure. A scheduler stands still for as long as that takes."""
+    """With SGLang's least values, 2 s and one failure. A scheduler waits for as long as that takes."""
     assert read(monkeypatch, {}, variables) == SglangOptions(**times)  # type: ignore[arg-type]
 
 

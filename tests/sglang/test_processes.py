@@ -115,7 +115,7 @@ def test_a_decoder_that_is_killed_spoils_no_number_of_a_room_that_has_ended(star
     hand_over(p, d, "after", 7)
 
 
-def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:
+def test_a_frozen_prefiller_is_shut_out(start: Start, open_side: Open) -> None:
     """Its pages are given up without its word, and what it sends when it goes on lands nowhere."""
     p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": 0.5})
     receiver = half_way(p, d)
@@ -164,7 +164,7 @@ def announced(start: Start, p: Side) -> Child:
 
 
 def frozen_with_a_room(start: Start, open_side: Open, prefiller_timeout_s: float) -> tuple[Child, Any]:
-    """A prefiller that stands still, and the receiver of a room that it has open."""
+    """A frozen prefiller, and the receiver of a room that it has open."""
     p, d = start("prefill"), open_side("decode", options={"prefiller_timeout_s": prefiller_timeout_s})
     p.call("open", 6)
     ask(d.receiver(6))

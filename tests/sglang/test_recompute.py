@@ -1,4 +1,4 @@
-"""Requests that SGLang has retracted: the prefill server computes their KV anew, as with SGLang's other backends."""
+"""Requests that SGLang has retracted: the prefill server computes their KV again, as with SGLang's other backends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compute(p: Side, receiver: Any) -> None:
     """What the prefill server does with the request."""
     sender = p.sender(1)
     until(WAITING, sender)
-    send(p, sender, "anew", MINE, 0)
+    send(p, sender, "again", MINE, 0)
     until(SUCCESS, sender, receiver)
 
 
@@ -94,7 +94,7 @@ def test_the_prefill_server_is_asked_and_its_kv_comes(p: Side, d: Side, requests
     eventually(lambda: requests.asked, "the prefill server is asked")
     assert requests.asked == [("/generate", "Bearer of its clients", REQUEST)]
     compute(p, receiver)
-    d.assert_holds("anew", THEIRS, 0)
+    d.assert_holds("again", THEIRS, 0)
 
 
 def test_an_answer_that_comes_behind_the_kv_changes_nothing(p: Side, d: Side, requests: Requests) -> None:
@@ -111,7 +111,7 @@ def test_a_prefill_server_that_refuses_fails_the_request(p: Side, d: Side, addre
     receiver = recompute(d)
     until(FAILED, receiver)
     reason = failure(receiver).failure_reason
-    assert f"its KV was not computed anew: http://{address}/recompute answered 400: too long a prompt" in reason
+    assert f"its KV was not computed again: http://{address}/recompute answered 400: too long a prompt" in reason
 
 
 def test_a_prefill_server_that_takes_no_requests_fails_the_request(
@@ -128,7 +128,7 @@ def test_a_bootstrap_server_that_is_gone_fails_the_request(p: Side, d: Side, ser
     server.close()
     d.manager.submit_prefill_recompute(receiver, REQUEST)
     until(FAILED, receiver)
-    assert "its KV was not computed anew: nobody listens at" in failure(receiver).failure_reason
+    assert "its KV was not computed again: nobody listens at" in failure(receiver).failure_reason
 
 
 @pytest.mark.parametrize("has", ["lora_id", "multimodal_inputs", "input_embeds"])

@@ -140,7 +140,7 @@ def _aborted(server: Server, request: Asked, rid: str) -> bool:
     return not request.is_alive()
 
 
-def test_a_request_that_sglang_retracts_goes_on_with_kv_that_is_computed_anew(fleet: Fleet) -> None:
+def test_a_request_that_sglang_retracts_goes_on_with_kv_that_is_computed_again(fleet: Fleet) -> None:
     """By a prefill server with TLS and a key, which the decode server does not have."""
     tokens, sampling = prompt(520, 50), {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
     whole = fleet.alone.ask(tokens, sampling_params=sampling)

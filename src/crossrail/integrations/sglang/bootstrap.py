@@ -3,7 +3,7 @@
     PUT /route      a rank's line, sealed with the secret (RankLine), and one of overdue rooms; again every register_s.
                     Answered by what it has to know of halves of requests (halves.py)
     PUT /refused    likewise, what a decode server has refused
-    POST /recompute a decoder's request to compute KV anew, likewise (recompute.py)
+    POST /recompute a decoder's request to compute KV again, likewise (recompute.py)
     GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
     GET /health     200
 
@@ -104,7 +104,7 @@ class RankTable:
         self._lines: dict[tuple[int, int], tuple[str, RankLine, float]] = {}  # by place, and until when
 
     def put(self, line: str, now_s: float) -> RankLine:
-        """Raises UsageError for what is no line. A rank of another TP or DP starts the table anew."""
+        """Raises UsageError for what is no line. A rank of another TP or DP empties the table first."""
         said = RankLine.from_line(line, self._secret)
         if any(known.size != said.size for _, known, _ in self._lines.values()):
             self._lines.clear()
@@ -123,7 +123,7 @@ class RankTable:
 class BootstrapServer:
     """Runs in a thread of its own. Raises what binding raises. close() is idempotent. patience_s: of Listener.
 
-    server: whose it is, which computes KV anew.
+    server: whose it is, which computes KV again.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, server: OwnServer, patience_s: float = PATIENCE_S) -> None:

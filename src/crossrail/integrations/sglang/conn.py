@@ -216,7 +216,7 @@ class CrossrailKVManager(BaseKVManager):
         return self.core.has_heads_of_rank_0(bootstrap_addr)
 
     def submit_prefill_recompute(self, receiver: CrossrailKVReceiver, payload: Any) -> None:
-        """SGLang has retracted a request, which has pages again: its prefill server computes the KV anew.
+        """SGLang has retracted a request, which has pages again: its prefill server computes the KV again.
 
         payload: the request to that server. If the server does not do it, the request fails; the scheduler continues.
         """

@@ -26,8 +26,8 @@ log = logging.getLogger("crossrail.sglang")
 
 _ASK_S = 5.0  # for a bootstrap server
 _ANSWER_S = 1.0
-# For which a scheduler waits for a prefiller's bootstrap server, once, and afterwards: nothing is decoded meanwhile.
-_STANDSTILL_S, _AGAIN_S = 0.25, 0.02
+# How long a scheduler waits for a prefiller's bootstrap server, once, and afterwards: nothing is decoded meanwhile.
+_FIRST_S, _AGAIN_S = 0.25, 0.02
 _FRESH_S = 5.0  # how old an answer of one may be
 _MISSING_MAX = 256
 _NAME_MAX = 64  # of an engine
@@ -114,7 +114,7 @@ class Manager:
     def close(self) -> None:
         """Returns when nothing reads or writes SGLang's memory any more. Idempotent.
 
-        Raises WaitTimeout, with all else closed, while a prefiller stands still in the middle of a copy to here; so
+        Raises WaitTimeout, with all else closed, while a prefiller is frozen in the middle of a copy to here; so
         does a later call. After the interpreter's end, which closes the engine, it has nothing to do.
         """
         self._stopped.set()
@@ -191,7 +191,7 @@ class Manager:
         return self._info
 
     def forget_if_gone(self, address: str) -> None:
-        """Forgets the prefiller there if it has ended since it was found: its successor is looked up anew."""
+        """Forgets the prefiller there if it has ended since it was found: the next look finds its successor."""
         known = self._info.get(address)
         if known is not None and any(self._is_gone(instance) for instance in known.instances):
             del self._info[address]
@@ -210,9 +210,8 @@ class Manager:
     def find(self, address: str) -> bool:
         """True: the prefiller behind this address is known, perhaps since now.
 
-        Its bootstrap server may be on a host that is dead, and all that is decoded here stands still while a scheduler
-        waits. So it waits for a moment only; the search goes on, and SGLang, which asks again every second, has its end
-        then.
+        Its bootstrap server may be on a host that is dead, and nothing is decoded here while the scheduler waits. So it
+        waits for a moment only; the search goes on, and SGLang, which asks again every second, has its end then.
         """
         self.forget_if_gone(address)
         if address in self._info:
@@ -242,11 +241,11 @@ class Manager:
             if search.found.done() and now_s > search.begun_s + _FRESH_S + _ASK_S:
                 del self._searches[other]  # nobody has asked for it since
         if address not in self._searches:
-            # Missed before: while our engine tries it anew it does not count as gone.
+            # Missed before: while our engine tries it again it does not count as gone.
             work = self._ask_who_is_at(address, is_doubtful=address in self._missing)
             self._searches[address] = _Search(self.node.start(work), now_s)
         found = self._searches[address].found
-        futures.wait([found], _AGAIN_S if address in self._missing else _STANDSTILL_S)
+        futures.wait([found], _AGAIN_S if address in self._missing else _FIRST_S)
         if not found.done():
             self._missing.setdefault(address, f"{address} has not answered yet")
             return None
@@ -261,7 +260,7 @@ class Manager:
         return instances
 
     def recompute(self, address: str, request: dict[str, Any], refuse: Callable[[str], None]) -> None:
-        """Has the prefill server there compute KV anew, by its bootstrap server; returns at once.
+        """Has the prefill server there compute KV again, by its bootstrap server; returns at once.
 
         Every rank's pages wait for it; rank 0 asks, once for all. refuse: takes, on the loop, why it was not computed;
         of a request that has its KV it changes nothing.
@@ -274,14 +273,14 @@ class Manager:
         secret = self.node.secret
         token, load_s = bootstrap.token(secret), self.node.options.load_s
         if why := await recompute.asked(address, request, secret, token, load_s):
-            refuse(f"its KV was not computed anew: {why}")
+            refuse(f"its KV was not computed again: {why}")
 
     def why_missing(self, address: str) -> str:
         """Why the prefiller behind this address was not found when last asked for. Empty: it was, or never was."""
         return self._missing.get(address, "")
 
     def forget(self, address: str, instance: Instance) -> None:
-        """A request to it failed: the next one looks up anew who is there."""
+        """A request to it failed: the next one looks up again who is there."""
         known = self._info.get(address)
         if known is not None and any(one is instance for one in known.instances):
             del self._info[address]

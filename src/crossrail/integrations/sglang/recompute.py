@@ -1,4 +1,4 @@
-"""A request to a prefill server, from its decoder: KV of a request that SGLang has retracted, computed anew.
+"""A decoder asks its prefill server to compute the KV of a request again that SGLang has retracted.
 
 SGLang retracts before weights are updated. The request keeps the tokens that it has; their KV comes once more, in the
 same room, as if it were a new prompt.
@@ -108,7 +108,7 @@ async def asked(address: str, request: dict[str, Any], secret: bytes, token: str
 
 
 def refused(payload: dict[str, Any], why: str) -> dict[str, Any]:
-    """The payload of a request that must not be computed anew: asked() gives this reason."""
+    """The payload of a request that must not be computed again: asked() gives this reason."""
     return payload | {_REASON: why}
 
 

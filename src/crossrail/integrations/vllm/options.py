@@ -28,7 +28,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: how long a prefilled prompt waits for a decoder that does not show itself. heartbeat_s: how often a
     decoder whose own blocks are all taken says that it is still going to come; less than a third of lease_s.
     load_s: how long a decoder waits for a prompt's KV, from when it has blocks for it; then the load has failed. And
-    how long an instance stands still whose blocks are all held for others, before it gives up a request that waits.
+    how long an instance whose blocks are all held for others does nothing, before it gives up a request that waits.
     producer_timeout_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked
     meanwhile.
     watcher_poll_us: pause between looks at how many layers are computed, once this instance has prefilled for another.

@@ -199,7 +199,7 @@ class Producer:
     async def preempt(self, requests: list[str]) -> None:
         """Returns when no write reads the blocks of these offers, and forgets the blocks. What was sent stays sent.
 
-        A decoder that stands still and holds a write up for quiesce_s is given up, with all that it fetches from here.
+        A frozen decoder that holds a write up for quiesce_s is given up, with all that it fetches from here.
         Raises WaitTimeout when even that ends no write for as long again: the blocks must not be used.
         """
         offers = [self._offers[request] for request in requests]

@@ -284,10 +284,10 @@ class SchedulerSide:
         for i, request in enumerate(cached.req_ids):
             whole = request in cached.resumed_req_ids
             self._chunk(scheduled, request, cached.num_computed_tokens[i], cached.new_block_ids[i], whole, orders)
-        self._end_standstill(orders)
+        self._break_deadlock(orders)
         return orders
 
-    def _end_standstill(self, orders: Orders) -> None:
+    def _break_deadlock(self, orders: Orders) -> None:
         """Two instances that prefill for each other may hold all their blocks for requests that wait for blocks at the
         other one: a deadlock, since both say that they are still going to come. Giving one up lets the other instance
         continue.

@@ -120,7 +120,7 @@ class WorkerSide:
     def close(self) -> None:
         """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent.
 
-        Raises WaitTimeout, with all else closed, while a producer stands still in the middle of a copy to here; so does
+        Raises WaitTimeout, with all else closed, while a producer is frozen in the middle of a copy to here; so does
         a later call. After the interpreter's end it has nothing to do: `import crossrail` sees to it that engines are
         closed then, and calls from threads such as the loop's do not come back.
         """
