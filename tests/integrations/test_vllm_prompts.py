@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crossrail.integrations.vllm.adapters import Adapters
 from crossrail.integrations.vllm.prompts import differ, hasher_of, prompt_of
 
 TOKENS = list(range(100))
@@ -64,6 +67,44 @@ def test_media_are_compared_where_both_sides_hash_them_alike() -> None:
     for other in (hasher_of(config(model="/elsewhere/llava")), b""):
         assert differ(prompt_of(one, HASHER), prompt_of(another, other)) == ""
         assert differ(prompt_of(one, other), prompt_of(another, HASHER)) == ""
+
+
+def adapter_at(folder: Path, weights: bytes, alpha: int = 8) -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(lora_name="one", lora_int_id=1, lora_path=str(folder), load_inplace=False)
+
+
+def test_adapters_of_one_name_with_other_weights_are_told_apart(tmp_path: Path) -> None:
+    """As while a fleet is given the next one, one instance after the other."""
+    old, new = b"old" * 200_000, b"new" * 200_000
+    ours = adapter_at(tmp_path / "ours", old)
+    for theirs, words in (
+        (adapter_at(tmp_path / "copy", old), ""),
+        (
+            adapter_at(tmp_path / "new", new),
+            "the decoder's LoRA adapter has other weights than the one of that name here",
+        ),
+        (adapter_at(tmp_path / "alpha", old, alpha=16), "other weights"),
+        (SimpleNamespace(lora_name="one", lora_int_id=1, lora_path="in/a-hub", load_inplace=False), ""),
+    ):
+        there, here = (
+            prompt_of(request(adapter="one"), hasher, Adapters().digest_of(lora))
+            for lora, hasher in ((theirs, HASHER), (ours, b""))
+        )
+        assert (words in differ(there, here)) and bool(words) == bool(differ(there, here))
+
+
+def test_an_adapter_that_is_loaded_in_place_is_looked_at_again(tmp_path: Path) -> None:
+    adapters, folder = Adapters(), tmp_path / "adapter"
+    lora = adapter_at(folder, b"old")
+    before = adapters.digest_of(lora)
+    adapter_at(folder, b"new")
+    os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+    assert adapters.digest_of(lora) == before != b"", "vLLM has it still"
+    lora.load_inplace = True
+    assert before != adapters.digest_of(lora) != b""
 
 
 def test_prompts_that_are_not_tokens_are_not_compared() -> None:

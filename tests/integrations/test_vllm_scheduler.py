@@ -521,7 +521,9 @@ def test_roles_are_kept() -> None:
 def test_prompts_of_another_adapter_are_other_prompts() -> None:
     s = side()
     for adapter in (None, "one", "two"):
-        lora = None if adapter is None else SimpleNamespace(lora_name=adapter, lora_path=f"/of/this/host/{adapter}")
+        lora = None if adapter is None else SimpleNamespace(lora_name=adapter, lora_int_id=1, lora_path="a hub's")
+        if lora is not None:
+            lora.load_inplace = False
         s.new_request(Request(f"p {adapter}", DECODE, lora_request=lora))
         fetches = Request(f"d {adapter}", PREFILL, lora_request=lora)
         s.new_request(fetches)

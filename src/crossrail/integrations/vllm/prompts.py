@@ -1,7 +1,8 @@
 """What a request's KV is computed from, as bytes that one side compares with the other's.
 
 Of images, audio and video it has vLLM's hashes. They depend on what the instance calls the model, and on settings of
-its hasher: where the two sides differ in that, such inputs are not compared.
+its hasher: where the two sides differ in that, such inputs are not compared. Nor are adapters' weights where one side
+does not know them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-_MARK = b"\0media"
+_MARK = b"\0more"
 _DIGEST_BYTES = 16
-_TAIL_BYTES = len(_MARK) + 2 * _DIGEST_BYTES
+_UNKNOWN = bytes(_DIGEST_BYTES)
+_TAIL_BYTES = len(_MARK) + 3 * _DIGEST_BYTES
 
 
 def hasher_of(vllm_config: Any) -> bytes:
@@ -27,11 +29,12 @@ def hasher_of(vllm_config: Any) -> bytes:
     return _digest([str(model.model), str(getattr(media, "mm_hasher_algorithm", ""))])
 
 
-def prompt_of(request: Any, hasher: bytes) -> bytes:
-    """A request's prompt; b"" for one that is not tokens. hasher: of this instance, hasher_of().
+def prompt_of(request: Any, hasher: bytes, weights: bytes = b"") -> bytes:
+    """A request's prompt; b"" for one that is not tokens. hasher: of this instance, hasher_of(). weights: a digest of
+    its LoRA adapter's, b"": not known.
 
     Tokens as int32, little-endian, behind them the name of the LoRA adapter, a digest of cache_salt (whoever has
-    another one must not learn that the prompts are equal), and those of media.
+    another one must not learn that the prompts are equal), and what is compared if both sides know it.
     """
     if not request.prompt_token_ids:
         return b""
@@ -40,34 +43,42 @@ def prompt_of(request: Any, hasher: bytes) -> bytes:
     salt = getattr(request, "cache_salt", None)
     apart = b"" if salt is None else b"salt " + _digest([str(salt)])
     tokens = np.asarray(request.prompt_token_ids, "<i4").tobytes()
-    return tokens + adapter + apart + (_media(request, hasher) if hasher else b"")
+    known = hasher or weights
+    tail = _MARK + (hasher or _UNKNOWN) + _media(request) + (weights or _UNKNOWN) if known else b""
+    return tokens + adapter + apart + tail
 
 
-def _media(request: Any, hasher: bytes) -> bytes:
+def _media(request: Any) -> bytes:
     told = []
     for feature in getattr(request, "mm_features", None) or ():
         place = feature.mm_position
         told += [str(feature.mm_hash or feature.identifier), str(place.offset), str(place.length)]
-    return _MARK + hasher + _digest(told)
+    return _digest(told)
 
 
 def differ(theirs: bytes, ours: bytes) -> str:
     """In what the decoder's prompt is another than the one here, for people; "" if in nothing that can be compared."""
     if not theirs or not ours:
         return ""
-    (there, their_media), (here, our_media) = _split(theirs), _split(ours)
+    (there, *theirs_more), (here, *ours_more) = _split(theirs), _split(ours)
     if there != here:
         return "the decoder's prompt, its LoRA adapter or its cache_salt is another than the one prefilled here"
-    if their_media[:_DIGEST_BYTES] == our_media[:_DIGEST_BYTES] and their_media != our_media:
+    (their_hasher, their_media, their_weights), (our_hasher, our_media, our_weights) = theirs_more, ours_more
+    if their_hasher == our_hasher != _UNKNOWN and their_media != our_media:
         return "the decoder's prompt has other images, audio or video than the one prefilled here"
+    if their_weights != our_weights and _UNKNOWN not in (their_weights, our_weights):
+        return "the decoder's LoRA adapter has other weights than the one of that name here"
     return ""
 
 
-def _split(prompt: bytes) -> tuple[bytes, bytes]:
+def _split(prompt: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    """What always is compared; hasher, media, and the adapter's weights."""
     tail = prompt[-_TAIL_BYTES:]
-    if len(tail) == _TAIL_BYTES and tail.startswith(_MARK):
-        return prompt[:-_TAIL_BYTES], tail[len(_MARK) :]
-    return prompt, b""
+    if len(tail) < _TAIL_BYTES or not tail.startswith(_MARK):
+        return prompt, _UNKNOWN, _UNKNOWN, _UNKNOWN
+    first = len(_MARK)
+    hasher, media, weights = (tail[at : at + _DIGEST_BYTES] for at in range(first, _TAIL_BYTES, _DIGEST_BYTES))
+    return prompt[:-_TAIL_BYTES], hasher, media, weights
 
 
 def _digest(parts: list[str]) -> bytes:

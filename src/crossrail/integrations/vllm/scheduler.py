@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from crossrail._latest import Latest
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance
+from crossrail.integrations.vllm.adapters import Adapters
 from crossrail.integrations.vllm.caches import Window
 from crossrail.integrations.vllm.fetches import Fetches
 from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
@@ -46,6 +47,7 @@ class Request(Protocol):
     num_computed_tokens: int
     arrival_time: float
     max_tokens: int
+    lora_request: Any
     status: Any
 
 
@@ -101,6 +103,7 @@ class SchedulerSide:
         self._secret = secret
         self._window = window
         self._hasher = hasher
+        self._adapters = Adapters()
         self._wait_s = wait_s
         self._clock = clock
         self._still_since_s: float | None = None
@@ -149,10 +152,13 @@ class SchedulerSide:
             return
         self._replicas.see(instance)
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
-        if self._fetches.begin(wanted, prompt_of(request, self._hasher), self._may_fetch(request.request_id)):
+        if self._fetches.begin(wanted, self._prompt_of(request), self._may_fetch(request.request_id)):
             self._want(wanted)
             if parameters.crossrail_choices:
                 self._let_others_go(wanted)
+
+    def _prompt_of(self, request: Request) -> bytes:
+        return prompt_of(request, self._hasher, self._adapters.digest_of(request.lora_request))
 
     def _may_fetch(self, request: str) -> bool:
         """Not if it is one of several choices, and vLLM has given the first one, which fetches, to another replica."""
@@ -198,7 +204,7 @@ class SchedulerSide:
         if choices is not None:
             self._first_choices[choices] = offered
         self.counts["offers"] += 1
-        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, prompt_of(request, self._hasher)))
+        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, self._prompt_of(request)))
 
     def _refuse(self, request: Request, why: str) -> None:
         if _was_rejected(request):
@@ -260,7 +266,7 @@ class SchedulerSide:
                 tokens=wanted.computed_tokens + external_tokens,
                 prefix_tokens=wanted.computed_tokens,
                 blocks=tuple(blocks),
-                prompt=prompt_of(request, self._hasher),
+                prompt=self._prompt_of(request),
             )
         )
 
