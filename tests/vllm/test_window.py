@@ -29,6 +29,32 @@ def test_a_window_that_slides(folder: Path, start: Start) -> None:
     assert "sliding window of 64 tokens, and max_tokens is 100" in p.text()
 
 
+def test_windows_that_begin_at_the_end_of_a_block(folder: Path, start: Start) -> None:
+    """vLLM computes the last token again, and it looks at a block that is given away by then."""
+    model = make_window_model(folder / "window", WINDOW)
+    p = start("window-end-p", "kv_producer", model=model, options=QUICK)
+    d = start("window-end-d", "kv_consumer", model=model, options=QUICK)
+    p.wait_ready()
+    d.wait_ready()
+    for length in (318, 319, 320):  # 319 - 64 + 1 is 8 blocks
+        for i in range(8):
+            tokens = prompt(3200 + i, length)
+            params = p.ask(f"{length}-{i}", tokens, 1, DECODE)["params"]
+            answer = d.ask(f"{length}-{i}", tokens, params=params)
+            assert answer["tokens"] == p.ask(f"{length}-{i} alone", tokens)["tokens"], (length, i)
+
+
+def test_a_load_that_fails_is_computed_with_all_of_its_window(folder: Path, start: Start) -> None:
+    model = make_window_model(folder / "window", WINDOW)
+    both = start("window-recomputes", "kv_both", model=model, options=QUICK, policy="recompute").wait_ready()
+    for i in range(8):
+        tokens = prompt(3300 + i, 200)
+        computed = both.ask(f"{i}", tokens, params={"do_remote_prefill": True})
+        both.reset_prefix_cache(f"{i} reset")
+        assert computed["tokens"] == both.ask(f"{i} alone", tokens)["tokens"], i
+    assert both.text().count("could not be loaded") == 8
+
+
 def test_a_load_that_fails_does_not_fail_others_that_have_left_blocks_behind(folder: Path, start: Start) -> None:
     model = make_window_model(folder / "window", WINDOW)
     both = start("window-both", "kv_both", model=model, options=QUICK).wait_ready()
