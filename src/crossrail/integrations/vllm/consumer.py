@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,7 +60,7 @@ class _Pending:
 
 
 class Consumer:
-    """Threads: the event loop's. on_loaded: called once for each load. counts: loads by how they ended; never reset."""
+    """Threads: the event loop's. on_loaded: called once for each load."""
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class Consumer:
         options: VllmOptions,
         on_loaded: Callable[[Loaded], None],
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self.layout = KvLayout.from_wire(worker.layout)
         self._mailbox = mailbox
         self._worker = worker
@@ -145,7 +143,6 @@ class Consumer:
         self._end(load, how, loop_time_s() - begun, why)
 
     def _end(self, load: o.Load, how: str, seconds: float, why: str) -> None:
-        self.counts[how] += 1
         if how == "failed":
             log.error("request %s: its KV could not be loaded: %s", load.request, why)
         layout = self.layout

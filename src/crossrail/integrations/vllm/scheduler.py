@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,7 +75,7 @@ class _Wanted:
 
 
 class SchedulerSide:
-    """Threads: the scheduler's, one. counts: of requests, by what became of them; never reset.
+    """Threads: the scheduler's, one.
 
     produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
     and vLLM's kv_load_failure_policy decides what that means.
@@ -96,7 +95,6 @@ class SchedulerSide:
         wait_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counts: Counter[str] = Counter()
         self._produces = produces
         self._consumes = consumes
         self._engine_id = engine_id
@@ -203,14 +201,12 @@ class SchedulerSide:
         offered = self._offered[request.request_id] = _Offered(transfer_id, tokens, is_dealt)
         if choices is not None:
             self._first_choices[choices] = offered
-        self.counts["offers"] += 1
         self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, self._prompt_of(request)))
 
     def _refuse(self, request: Request, why: str) -> None:
         if _was_rejected(request):
             return
         log.error("request %s cannot be handed over: %s", request.request_id, why)
-        self.counts["refused"] += 1
         # A request to be prefilled for others is prefilled, but nobody is told where.
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             self._wanted[request.request_id] = _Wanted(None, why)
@@ -244,7 +240,6 @@ class SchedulerSide:
             self._want(wanted)
         else:
             log.info("request %s: its KV was fetched for another request; what the cache lacks is computed", request)
-            self.counts["shared"] += 1
 
     def allocated(self, request: Request, blocks: Collection[int], external_tokens: int) -> None:
         """It has blocks for external_tokens that it fetches; 0: it fetches nothing, now or later."""
@@ -257,7 +252,6 @@ class SchedulerSide:
             self._release(request.request_id)
             return
         wanted.is_loading = True
-        self.counts["loads"] += 1
         self._orders.loads.append(
             Load(
                 request=request.request_id,
@@ -312,7 +306,6 @@ class SchedulerSide:
         self._still_since_s = now_s
         why = f"for {self._wait_s:g} s no blocks were free here: they are held for prompts that others are to fetch"
         log.error("request %s is given up: %s", waiting[-1], why)
-        self.counts["released"] += 1
         orders.releases.append(waiting[-1])
         self._wanted[waiting[-1]] = _Wanted(None, why)
 
@@ -380,7 +373,6 @@ class SchedulerSide:
         wanted = self._wanted.pop(request)
         self._fetches.end(request)
         if wanted.wanted is not None:
-            self.counts["released"] += 1
             self._orders.releases.append(request)
 
 
