@@ -249,6 +249,20 @@ def test_released_before_it_had_blocks(p: Side, d: Side) -> None:
     assert not d.results[0].received
 
 
+def test_released_by_one_request_it_is_still_there_for_the_next(p: Side, d: Side) -> None:
+    """As when a client sends its request again, and gives the first one up."""
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    d.step(Orders(wanted=[d.want("b", p)]))
+    wanted = d.want("c", p)
+    d.step(Orders(wanted=[wanted], releases=["b"]))
+    d.step(Orders(loads=[Load("c", wanted, "", TOKENS, 0, tuple(THEIRS), b"prompt")]))
+    d.until_received("c")
+    p.until_sent("a")
+
+    d.assert_holds("c", THEIRS, as_of="a")
+
+
 def test_cancelled_while_it_waits(p: Side, d: Side) -> None:
     """Nobody prefills it. It is not called failed: the request is gone."""
     d.load("b", p, TOKENS, THEIRS)

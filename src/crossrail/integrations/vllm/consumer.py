@@ -112,8 +112,14 @@ class Consumer:
             if (pending := self._pending.get(request)) is not None:
                 pending.stop.set()
         for request in orders.releases:
-            if (released := self._pending.pop(request, None)) is not None:
+            released = self._pending.pop(request, None)
+            if released is not None and not any(self._is_same(released, other) for other in self._pending.values()):
                 self._mailbox.spawn(self._let_go(released), "letting a prompt go")
+
+    @staticmethod
+    def _is_same(one: _Pending, other: _Pending) -> bool:
+        """Whether they want the same prompt: the producer holds it until one of them has it, or lets it go."""
+        return (one.wanted.transfer_id, one.wanted.instance) == (other.wanted.transfer_id, other.wanted.instance)
 
     def _start(self, load: o.Load) -> None:
         if load.wanted is None:
