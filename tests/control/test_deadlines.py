@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from crossrail.control.deadlines import in_time, in_words, set_in_time
+from crossrail.control.deadlines import first_of, in_time, in_words, set_in_time
 from tests.support.limits import WAIT_S
 
 SOON_S = 0.01
@@ -144,3 +144,23 @@ async def test_set_in_time() -> None:
 )
 def test_durations_are_said_in_few_digits(duration_s: float, words: str) -> None:
     assert in_words(duration_s) == words
+
+
+async def test_of_several_the_first_ends_are_had_and_the_others_have_ended() -> None:
+    loop, cleaned_up = asyncio.get_running_loop(), []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(WAIT_S)
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.append(True)
+
+    async def fails() -> None:
+        raise ArithmeticError
+
+    ends = [asyncio.ensure_future(work) for work in (slow(), fails(), slow())]
+    assert await asyncio.wait_for(first_of(ends), WAIT_S) == [ends[1]]
+    assert cleaned_up == [True, True] and all(end.done() for end in ends)
+    never = loop.create_future()
+    assert await first_of([never], 0.0) == [] and never.cancelled()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from crossrail._options import check_seconds
 
@@ -66,3 +66,18 @@ async def set_in_time(event: asyncio.Event, timeout_s: float) -> bool:
     except asyncio.TimeoutError:
         return False
     return True
+
+
+async def first_of(ends: Sequence[asyncio.Future[Any]], timeout_s: float | None = None) -> list[asyncio.Future[Any]]:
+    """The futures that are done first, in the order of `ends`; the others were cancelled, and have ended."""
+    try:
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        # Evaluated before the others are cancelled, and thereby done as well.
+        return [end for end in ends if end.done()]
+    finally:
+        for end in ends:
+            end.cancel()
+        await asyncio.wait(ends)
+        for end in ends:
+            if not end.cancelled():
+                end.exception()  # mark as retrieved: the caller may look at one alone

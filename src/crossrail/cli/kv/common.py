@@ -18,6 +18,7 @@ import click
 import crossrail as xr
 from crossrail._options import encoded
 from crossrail.cli.service import read_secret, records_on_signal
+from crossrail.control.deadlines import first_of
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.mailbox import log as control_log
 from crossrail.control.wire import EngineWire
@@ -173,13 +174,8 @@ async def drained(who: str, drain: Callable[[float], Awaitable[bool]], timeout_s
     tell(f"{who}: finishing its requests, then exiting; a second signal ends it at once")
     draining = asyncio.ensure_future(drain(timeout_s))
     hurrying = asyncio.ensure_future(end.at_once.wait())
-    try:
-        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
-        has_ended = draining.result() if draining.done() else None
-    finally:
-        for task in (draining, hurrying):
-            task.cancel()
-        await asyncio.wait([draining, hurrying])
+    done = await first_of([draining, hurrying])
+    has_ended = draining.result() if draining in done else None
     if has_ended is None:
         has_ended = await drain(0.0)
     if not has_ended:

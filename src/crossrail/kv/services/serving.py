@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from crossrail.control.deadlines import first_of
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
@@ -132,14 +133,9 @@ class Serving:
         """The result of this work; Stopped, and the work cancelled, if the request is stopped first."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stop_wanted.wait())
-        try:
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            self.raise_if_stopped()
-            return working.result()
-        finally:
-            working.cancel()
-            stopping.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+        await first_of([working, stopping])
+        self.raise_if_stopped()
+        return working.result()
 
     def add(self, token: int) -> None:
         """Adds one more token."""

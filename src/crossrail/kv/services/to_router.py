@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from crossrail.control.deadlines import loop_time_s
+from crossrail.control.deadlines import first_of, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.kv import messages as m
@@ -120,18 +120,13 @@ class ToRouter:
             asking = asyncio.ensure_future(ask)
             changing = asyncio.ensure_future(self._next_router(serving, address, lost))
             try:
-                await asyncio.wait([asking, changing], return_when=asyncio.FIRST_COMPLETED)
-                if asking.done():
+                if asking in await first_of([asking, changing]):
                     return asking.result()
                 address = changing.result()
             except (NoAnswer, Unreachable) as error:
                 log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
                 await asyncio.sleep(self._options.retry_s)
                 address = await self._next_router(serving, None, lost)
-            finally:
-                asking.cancel()
-                changing.cancel()
-                await asyncio.gather(asking, changing, return_exceptions=True)
 
     async def _next_router(self, serving: Serving, before: bytes | None, lost: m.PrefillerLost) -> bytes:
         """The router's address, once the previous one is gone and a router is back. Stopped if there is none for long:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crossrail.control.deadlines import loop_time_s
+from crossrail.control.deadlines import first_of, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError
@@ -82,14 +82,10 @@ async def lost_before_arrival(arrival: Awaitable[None], watches: Sequence[Watch]
     stopped = asyncio.ensure_future(stop.wait())
     tasks: list[asyncio.Future[Any]] = [arrived, stopped, *lost]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if arrived.done():
+        done = await first_of(tasks)
+        if arrived in done:
             arrived.result()
             return ""
-        return next((watch.result() for watch in lost if watch.done()), "stopped")
+        return next((watch.result() for watch in lost if watch in done), "stopped")
     except CrossrailError as error:
         return str(error)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

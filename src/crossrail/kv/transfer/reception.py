@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from crossrail import Engine, ImmCounter
 from crossrail._options import check_kind, check_seconds, check_texts, check_timeout
-from crossrail.control.deadlines import loop_time_s
+from crossrail.control.deadlines import first_of, loop_time_s
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv.errors import PagesInUse, SurplusCount, TransferStopped
 from crossrail.kv.transfer.access import Access, Tails
@@ -230,7 +229,7 @@ class Reception:
         assert self._access is not None  # it was dispatched
         counted = asyncio.ensure_future(self._count(timeout_s))
         shut = asyncio.ensure_future(self._access.wait_shut())
-        if counted in await _first_of([counted, shut]):
+        if counted in await first_of([counted, shut]):
             return counted.result()
         try:
             await self._count(_LAST_COUNTS_S)
@@ -277,7 +276,7 @@ class Reception:
         # After a surplus the count is meaningless: somebody has written more than was expected, and may continue.
         counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
         shut = asyncio.ensure_future(self._access.wait_shut())
-        done = await _first_of([asked, counted, shut], timeout_s)
+        done = await first_of([asked, counted, shut], timeout_s)
         if not done:
             raise WaitTimeout(
                 f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
@@ -301,18 +300,6 @@ class Reception:
 
     def __repr__(self) -> str:
         return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
-
-
-async def _first_of(ends: Sequence[asyncio.Future[Any]], timeout_s: float | None = None) -> list[asyncio.Future[Any]]:
-    """The futures that are done first, in the order of `ends`; the others were cancelled, and have ended."""
-    try:
-        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        # Evaluated before the others are cancelled, and thereby done as well.
-        return [end for end in ends if end.done()]
-    finally:
-        for end in ends:
-            end.cancel()
-        await asyncio.wait(ends)
 
 
 def _awaited_by_engine(access: Access, counts: dict[int, int]) -> dict[Engine, _Awaited]:
