@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <string>
 
 #include "engine/core.h"
@@ -72,7 +73,12 @@ void ImmCounter::serve() {
     if (waiter.futex != nullptr) {
       tell(waiter.futex, kServed);
     } else {
-      waiter.notifier->post(waiter.cookie);
+      try {
+        waiter.notifier->post(waiter.cookie);
+      } catch (const std::bad_alloc&) {
+        units_.fetch_add(waiter.units, std::memory_order_seq_cst);
+        throw;
+      }
     }
     waiters_.pop_front();
   }
@@ -189,7 +195,6 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
     waiters_.push_back({ticket, count * kUnitsPerCount, nullptr, &word, 0});
     note_waiters();
   }
-  serve();
   // acquire: pairs with the release in tell().
   const auto ready = [&] { return is_over(word.load(std::memory_order_acquire)); };
   const auto sleep = [&](EngineCore::Guest& guest, Deadline until) {
@@ -208,8 +213,9 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
   };
   WaitResult result;
   try {
+    serve();
     result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
-  } catch (...) {  // a simulation in which nothing is left to happen
+  } catch (...) {  // a simulation in which nothing is left to happen, or no memory to tell another waiter
     if (leave() && word.load(std::memory_order_acquire) == kServed) arrive(count * kUnitsPerCount);
     throw;
   }

@@ -97,6 +97,19 @@ WATCH = """
         print(refuse_each(watch, check))
 """
 
+COUNT = """
+        counter = b.imm_counter(7)
+        told = xr._core.Notifier()
+        counter._notify(1, told, 0)
+
+        def check():
+            counter._give_back(0)  # whoever waits is looked at again
+            assert len(told.drain()) == 1 and counter.poll() == 0
+            counter._notify(1, told, 0)
+
+        print(refuse_each(lambda: counter._give_back(1), check))
+"""
+
 CLOSE = """
         regions = [b.alloc(100) for _ in range(200)]
 
@@ -121,8 +134,8 @@ def refused_each(act: str, transport: str) -> int:
 @pytest.mark.no_sanitizer  # whose memory is not malloc's
 @pytest.mark.parametrize(
     ("act", "transport", "least"),
-    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (WATCH, "shm", 1), (CLOSE, "tcp", 0)],
-    ids=["alloc", "write", "watch", "close"],
+    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (WATCH, "shm", 1), (COUNT, "shm", 1), (CLOSE, "tcp", 0)],
+    ids=["alloc", "write", "watch", "count", "close"],
 )
 def test_call_without_memory_for_it_leaves_everything_else_as_it_was(act: str, transport: str, least: int) -> None:
     assert refused_each(act, transport) >= least
