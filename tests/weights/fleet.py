@@ -148,6 +148,16 @@ class Fleet:
         assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes), outcomes
         return why
 
+    def has_begun(self) -> bool:
+        """Whether all trainers have been told to write."""
+        return all(trainer._going is not None for trainer in self.trainers.values())
+
+    async def begun_update(self, version: int, timeout_s: float = PATIENCE_S) -> asyncio.Future[UpdateReport]:
+        """An update, once it has_begun()."""
+        update = asyncio.ensure_future(self.controller.update(version, timeout_s))
+        await until(self.has_begun, update)
+        return update
+
     def run_out_of_time(self, when: Callable[[], object]) -> None:
         """The next update has the time that it was given until this is so, and NEVER_S from then on."""
         controller, in_time = self.controller, self.controller._in_time

@@ -17,7 +17,7 @@ from crossrail.weights.services import assigned
 from crossrail.weights.services import messages as m
 from crossrail.weights.step.task import ReadyTask
 from tests.weights.conftest import MakeFleet
-from tests.weights.fleet import PATIENCE_S, until
+from tests.weights.fleet import PATIENCE_S
 
 Held = Callable[[int], None]
 
@@ -124,8 +124,7 @@ async def test_assignment_of_an_attempt_that_is_over_is_refused(make_fleet: Make
     await fleet.update(1)
     trainer = fleet.trainers[0]
     plan = trainer._assigned
-    update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
-    await until(lambda: trainer._going)
+    update = await fleet.begun_update(2)
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
     with pytest.raises(xr.UsageError, match="attempt 2 is over"):

@@ -48,7 +48,7 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
     fleet = make_fleet(trainer_count=2)
     await fleet.start(targets=[0])
     offer = asyncio.ensure_future(fleet.publish(1, [0]))
-    fleet.run_out_of_time(lambda: all(trainer._going is not None for trainer in fleet.trainers.values()))
+    fleet.run_out_of_time(fleet.has_begun)
     with pytest.raises(UpdateFailed, match=r"trainer 1 has not called publish\(\)"):
         await fleet.controller.update(1, PATIENCE_S)
     with pytest.raises(UpdateFailed):
@@ -59,10 +59,9 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
 
 async def test_who_keeps_a_trainer_waiting_until_its_time_is_up_is_named(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=4)
-    controller = await fleet.start(targets=[0])
-    update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
+    await fleet.start(targets=[0])
     offer = asyncio.ensure_future(fleet.publish(1, [2]))
-    await until(lambda: all(trainer._going for trainer in fleet.trainers.values()), update)
+    update = await fleet.begun_update(1)
 
     with pytest.raises(UpdateFailed, match=r"not complete within 0\.3 s"):
         await fleet.publish(1, [0], 0.3)
@@ -92,8 +91,7 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
     fleet = make_fleet(trainer_count=2)
     await fleet.start(targets=[0])
     trainer = fleet.trainers[0]
-    updating = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    await until(lambda: trainer._going, updating)
+    updating = await fleet.begun_update(1)
 
     await trainer._stop_step("it joins again")  # as join() does
 
@@ -110,7 +108,7 @@ async def test_offer_that_was_withdrawn_before_the_update_began_is_named(make_fl
     withdrawn.cancel()
     await asyncio.gather(withdrawn, return_exceptions=True)
     other = asyncio.ensure_future(fleet.publish(1, [1]))
-    fleet.run_out_of_time(lambda: all(trainer._going is not None for trainer in fleet.trainers.values()))
+    fleet.run_out_of_time(fleet.has_begun)
     with pytest.raises(UpdateFailed, match=r"trainer 0 has called publish\(\), and that was cancelled or out of time"):
         await fleet.controller.update(1, PATIENCE_S)
     with pytest.raises(UpdateFailed):
@@ -124,7 +122,7 @@ async def test_offer_of_another_version_that_was_withdrawn_is_no_reason(make_fle
     await fleet.start()
     with pytest.raises(UpdateFailed, match="the controller has not asked this trainer for it"):
         await fleet.trainers[0].publish(1, 0.05)
-    fleet.run_out_of_time(lambda: fleet.trainers[0]._going is not None)
+    fleet.run_out_of_time(fleet.has_begun)
     with pytest.raises(UpdateFailed, match=r"trainer 0 has not called publish\(\)"):
         await fleet.controller.update(5, PATIENCE_S)
 
@@ -214,8 +212,7 @@ async def test_publish_whose_time_is_up_says_what_the_controller_did(
         box = fleet.mailbox("new")
         trainer = WeightTrainer(box, fleet.memory("new", "trainer", 2)[0])
     elif what == "asked":  # and waits for trainer 1
-        updating.append(asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S)))
-        await until(lambda: trainer._going)
+        updating.append(await fleet.begun_update(1))
     elif what == "gone":
         fleet.engines.pop("controller").close()
         await fleet.mailboxes.pop("controller").close()
@@ -235,8 +232,7 @@ async def test_offer_that_is_made_before_the_abort_comes_is_for_the_next_attempt
     fleet = make_fleet(trainer_count=2)
     await fleet.start(targets=[0])
     trainer = fleet.trainers[0]
-    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    await until(lambda: trainer._going, update)
+    update = await fleet.begun_update(1)
     with pytest.raises(UpdateFailed, match=f"not complete within {NEVER_S} s: the controller has asked for it"):
         await fleet.publish(1, [0], NEVER_S)  # trainer 1 offers nothing
     again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
@@ -255,8 +251,7 @@ async def test_offer_that_an_attempt_waits_for_ends_with_it(make_fleet: MakeFlee
     fleet = make_fleet(trainer_count=2)
     await fleet.start(targets=[0])
     offer = asyncio.ensure_future(fleet.publish(1, [0])) if offers == "before" else None
-    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
-    await until(lambda: fleet.trainers[0]._going, update)
+    update = await fleet.begun_update(1)
     offer = offer or asyncio.ensure_future(fleet.publish(1, [0]))
     await until(lambda: fleet.trainers[0]._offer)
     update.cancel()
@@ -269,9 +264,8 @@ async def test_abort_that_is_late_ends_nothing_of_the_attempt_that_has_begun_sin
     fleet = make_fleet(trainer_count=2)
     controller = await fleet.start(targets=[0])
     await fleet.update(1)
-    update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
     offer = asyncio.ensure_future(fleet.publish(2, [0]))
-    await until(lambda: fleet.trainers[0]._going and fleet.trainers[0]._offer)
+    update = await fleet.begun_update(2)
     failures = fleet.receivers[0].failures
     for member in (fleet.trainers[0], fleet.receivers[0]):
         late = m.Abort(controller._attempt - 1, "late")

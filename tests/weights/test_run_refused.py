@@ -51,10 +51,9 @@ async def ends_soon(*offers: asyncio.Future[Any], why: str = WHY) -> None:
 
 async def test_publish_that_is_refused_fails_the_update_that_waits_for_it(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=2)
-    controller = await fleet.start(targets=[0])
+    await fleet.start(targets=[0])
     offer = await offer_of(fleet, 0)
-    update = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
-    await until(lambda: fleet.trainers[1]._going, update)
+    update = await fleet.begun_update(1, 2 * PATIENCE_S)
 
     await asyncio.to_thread(refuse, fleet.trainers[1])  # the call may be made on any thread
 

@@ -46,8 +46,7 @@ async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(mak
 async def begun_and_cancelled(fleet: Fleet, version: int) -> None:
     """An update for which trainer 1 does not come, and trainer 0 may have written its half."""
     offered = asyncio.ensure_future(fleet.publish(version, [0], 2 * PATIENCE_S))
-    updating = asyncio.ensure_future(fleet.controller.update(version, 2 * PATIENCE_S))
-    await until(lambda: fleet.trainers[0]._going)
+    updating = await fleet.begun_update(version, 2 * PATIENCE_S)
     updating.cancel()
     await asyncio.gather(offered, updating, return_exceptions=True)
 
