@@ -288,7 +288,7 @@ async def test_second_of_the_same_rank_takes_its_place_and_the_first_is_told(
     with pytest.raises(UpdateFailed, match=f"another {who} has joined. Next: a rank of its own for each"):
         await waiting
     await until(lambda: "joined from two places" in caplog.text)
-    assert f"{who} joined from two places: the first one lives, and takes no part any more" in caplog.text
+    assert f"{who} joined from two places: the first one is alive, and takes no part any more" in caplog.text
     assert f"{who} takes no part in updates any more: another {who} has joined" in caplog.text
     await fleet.update(1)
     await fleet.assert_holds(1)

@@ -176,7 +176,7 @@ async def _done(rival: _Rival, call: Callable[[], _T]) -> _T:
         while not doing.done():
             await asyncio.to_thread(rival.close)
             await asyncio.wait([doing], timeout=0.05)
-        doing.exception()  # of who was interrupted, nobody asks
+        doing.exception()  # marked as seen: if we are cancelled, nobody asks
 
 
 async def _rounds(

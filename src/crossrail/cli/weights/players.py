@@ -74,7 +74,7 @@ class Players:
         starting = asyncio.ensure_future(self._start(player))
         self._starting.add(starting)
         starting.add_done_callback(self._starting.discard)
-        await asyncio.shield(starting)  # of who is cancelled meanwhile, close() waits for the process
+        await asyncio.shield(starting)  # if we are cancelled, close() waits for the process
         await self.said(player.name, "joined", _START_TIMEOUT_S)
 
     async def _start(self, player: Role) -> None:

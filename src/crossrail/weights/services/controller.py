@@ -1,8 +1,8 @@
 """Plans updates and starts them. No weight passes through it.
 
-An update: 1. RollCall to all: who is gone is left out. 2. plan, if anybody came or went. 3. Open: inference ranks make
-a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference ranks. 7.
-Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6: Abort to
+An update: 1. RollCall to all: those that are gone are left out. 2. plan, if a member joined or left. 3. Open: inference
+ranks make a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference
+ranks. 7. Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6: Abort to
 trainers. A member that does not answer Commit or Abort is left out of the next plan, and ends the attempt by its own
 deadline. An attempt that is aborted before 4 leaves no trace in any inference rank's memory.
 """
@@ -116,12 +116,13 @@ class WeightController:
         on_progress: called from time to time with the stage, how much of it is done, and how much there is: "plan" (0
             of 1), "ready" (tasks that trainers have prepared; these two only if a member joined or left), "open"
             (inference ranks), "write" (bytes).
-        Raises UpdateFailed once the update is aborted everywhere: inference ranks with spare memory keep the version
-        that they had; so do those without if no trainer had been told to write, else they report torn weights. Another
-        update() may succeed, with a new plan if a member was lost; also where nobody else holds what a trainer held
-        that went. Who was lost before it is left out, if it can be, and named in the report's left_out; so is who could
-        not be told that it is complete, while any inference rank could. UsageError if the members' holdings do not fit
-        together otherwise, or while another update is in progress; and whatever on_progress raises.
+        A member that was lost before the update is left out, if possible; so is one that does not answer that the
+        version is complete, if any inference rank answers. The report's left_out names them.
+        Raises UpdateFailed once the update is aborted everywhere, also if nobody else holds what a lost trainer held.
+        Inference ranks with spare memory then keep the version that they had; so do those without, if no trainer had
+        been told to write; otherwise they report torn weights. Another update() may succeed. UsageError if the members'
+        holdings do not fit together for another reason, or while another update is in progress; and whatever
+        on_progress raises.
         If it is cancelled, it first aborts everywhere, which may take options.abort_s; or commits, if everything has
         arrived, which may take twice as long. Cancelled again meanwhile it returns at once, and this goes on: until
         then it is in progress. Members that join meanwhile take part in the next update.

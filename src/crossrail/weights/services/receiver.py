@@ -33,8 +33,8 @@ class WeightReceiver(AsyncClosing):
 
     memory: of role "target"; its arrays are what is written. spare: twice the memory. Updates go into the half that is
         not read, and the old version stays usable until the new one is complete. Without it updates are in place,
-        between `pause` and `resume`, and one that fails once trainers write, or of whose end nothing was heard, leaves
-        torn weights, which reading() refuses.
+        between `pause` and `resume`; one that fails after trainers were told to write, or whose controller falls
+        silent, leaves torn weights, which reading() refuses.
     pause(version), resume(version): of the inference engine; called before weights are written in place, and after a
         commit. Both are optional, and coroutine functions, or functions that do not block: they run on the event loop,
         one call at a time. An update that fails cancels a pause() under way. Whatever became of its pause(), resume()

@@ -106,7 +106,7 @@ class Roster:
 
         async def tell() -> None:
             if await self._tell_evicted(member, told):
-                log.warning("%s joined from two places: the first one lives, and takes no part any more", member)
+                log.warning("%s joined from two places: the first one is alive, and takes no part any more", member)
 
         self._mailbox.spawn(tell(), f"telling {member} that another has its rank")
 
