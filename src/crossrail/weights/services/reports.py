@@ -50,8 +50,8 @@ class UpdateReport:
 
     steps: of each trainer, by rank. speeds: of trainers, as the plan assumed them; all others were taken as equal.
     left_out: names of members that may not have this version, such as "inference rank 1": they were lost or could not
-        be reached as it began, and did not take part; or have not answered Commit. One that is alive has the previous version
-        or this one, and joins again by itself.
+        be reached as it began, and did not take part; or have not answered Commit. One that is alive has the
+        previous version or this one, and joins again by itself.
     """
 
     version: int
