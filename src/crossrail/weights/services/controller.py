@@ -2,8 +2,8 @@
 
 An update: 1. RollCall to all: those that are gone are left out. 2. plan, if a member joined or left. 3. Open: inference
 ranks make a buffer ready. 4. Go: trainers write. 5. Await: inference ranks have counted all. 6. Commit to inference
-ranks. 7. Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6:
-Abort to trainers. A member that does not answer Commit or Abort is left out of the next plan, and ends the attempt by its own
+ranks. 7. Commit to trainers. If anything goes wrong from 2 to 5: Abort to all; if no inference rank answers in 6: Abort
+to trainers. A member that does not answer Commit or Abort is left out of the next plan, and ends the attempt by its own
 deadline. An attempt that is aborted before 4 leaves no trace in any inference rank's memory.
 """
 
