@@ -348,7 +348,7 @@ class Producer:
         answer = (dispatch.request, dispatch.attempt)
         transfer_id, _, tp = parse_rank_name(dispatch.request)
         if key in self._book.ended:
-            return m.DispatchRefused(*answer, "this attempt has ended")
+            return m.DispatchRefused(*answer, m.clipped(f"this attempt has ended: {self._book.ended[key].detail}"))
         if transfer_id in self._over and transfer_id not in self._by_transfer:
             return m.DispatchRefused(*answer, m.clipped(f"transfer {transfer_id}: {self._over[transfer_id]}"))
         if transfer_id not in self._by_transfer and len(self._by_transfer) >= len(self._offers) + _UNSEEN_MAX:
