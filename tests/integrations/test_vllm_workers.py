@@ -277,7 +277,8 @@ def test_cancelled_while_it_waits(p: Side, d: Side) -> None:
 def test_what_does_not_come_in_time_fails_with_what_the_producer_says(
     open_side: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = open_side("p"), open_side("d", options=msgspec.structs.replace(PATIENT, load_s=0.5))
+    # For the producer's words it waits for probe_s.
+    p, d = open_side("p"), open_side("d", options=msgspec.structs.replace(PATIENT, load_s=0.5, probe_s=WAIT_S))
     d.load("never prefilled", p, TOKENS, THEIRS)
     d.until_received("never prefilled")
     p.step(
