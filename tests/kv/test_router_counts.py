@@ -63,9 +63,22 @@ async def test_decoder_that_dies_and_leaves_nobody_to_go_on_counts_one_request(t
     await script.paused.wait()
     assert isinstance(town.router.roster, Roster)
     town.router.roster.remove(town.router.roster.members("decoder")[0], "it died")
-    assert "nobody else goes on with it" in await dying
+    assert "no other decoder continues it" in await dying
     assert dict(town.router.counts) == {"restarted": 1, "unavailable": 1}
     script.go_on.set()
+
+
+async def test_request_whose_decoder_is_missed_as_it_takes_it_waits_for_another_one(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=0.1, answer_timeout_s=WAIT_S)
+    town.patient()
+    script = await town.add("a")
+    asked, goes_on = script.answer_when_told()
+    waiting = asyncio.ensure_future(town.ends())
+    await asyncio.wait_for(asked.wait(), WAIT_S)
+    town.router.roster.remove(town.router.roster.members("decoder")[0], "it died")
+    goes_on.set()
+    assert "left as it took the request; no other decoder continues it" in await asyncio.wait_for(waiting, WAIT_S)
+    assert not town.router._waiting._by_name and not town.router._waiting._idle
 
 
 async def test_request_that_is_stopped_when_all_of_it_is_here_counts_as_stopped(town: Town) -> None:

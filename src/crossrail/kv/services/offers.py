@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from crossrail.control.deadlines import in_time, loop_time_s
+from crossrail.control.deadlines import loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -78,7 +77,7 @@ class Offers:
         running.attempt += 1
         running.waits_s = loop_time_s()
         self._counts["restarted"] += 1
-        log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
+        log.info("request %s continues elsewhere after %d tokens: %s", running.request, len(running.tokens), why)
         self._mailbox.spawn(self._place_again(running, why), "restarting a request")
 
     def cancel(self, running: Running, why: str) -> None:
@@ -93,13 +92,9 @@ class Offers:
         grace_s = min(options.answer_timeout_s, running.deadline_at_s - give_up_s)
         with self._waiting.queued(running, begun_s + options.queue_s / 2) as waiter:
             while (decoder := await self._waiting.turn(waiter, give_up_s, grace_s)) is not None:
-                try:
-                    refusal = await in_time(self._offer(running, decoder), running.deadline_at_s - loop_time_s())
-                except asyncio.TimeoutError:
-                    self.cancel(running, "its time is up")
-                    self._not_taken(running)
-                    running.finish("deadline", f"node {decoder.name!r} did not answer before its time was up")
-                    return
+                refusal = await self._offer(running, decoder)
+                if refusal is not None and running.ended:
+                    return  # its time was up first, which is not held against the decoder
                 self._waiting.answered(waiter, refusal)
                 if refusal is None:
                     return
@@ -149,11 +144,11 @@ class Offers:
             age_s=now_s - running.came_s,
             waited_s=now_s - running.waits_s,
         )
+        # Not in a task of its own: restart() below relies on it that its caller leaves the queue first.
+        timeout_s = min(self._options().answer_timeout_s, start.timeout_s)
         try:
             with self._placement.offered(prefiller, len(running.prompt)):
-                answer = await self._mailbox.ask(
-                    decoder.address, start, (m.Started, m.StartRefused), self._options().answer_timeout_s
-                )
+                answer = await self._mailbox.ask(decoder.address, start, (m.Started, m.StartRefused), timeout_s)
         except (Unreachable, NoAnswer) as error:
             if len(running.tokens) == generated and not running.ended:
                 # It may have begun all the same: whatever it sends is refused from now on, which ends the request
@@ -161,6 +156,8 @@ class Offers:
                 self.cancel(running, "it was given to another decoder")
                 self._not_taken(running)
                 running.attempt += 1
+                if loop_time_s() >= running.deadline_at_s:
+                    running.finish("deadline", f"node {decoder.name!r} did not answer before its time was up")
                 # Believed for longer: otherwise the first in line would be offered to a silent decoder again and again.
                 long_s = self._options().answer_timeout_s if isinstance(error, NoAnswer) else None
                 return Refusal(f"node {decoder.name!r}: {error}", long_s)
@@ -177,7 +174,7 @@ class Offers:
             if running.given_up is not None:
                 self.restart(running, decoder, running.given_up)
             elif not any(member is decoder for member in self._membership.members("decoder")):
-                self.restart(running, decoder, f"node {decoder.name!r} went as it took the request")
+                self.restart(running, decoder, f"node {decoder.name!r} left as it took the request")
         return None
 
     def _not_taken(self, running: Running) -> None:
@@ -190,7 +187,7 @@ class Offers:
             await self.place(running)
         except CrossrailError as error:
             ends = _ENDS.get(type(error), "error")
-            running.finish(ends, f"its decoder is gone: {why}; nobody else goes on with it: {error}")
+            running.finish(ends, f"its decoder is gone: {why}; no other decoder continues it: {error}")
 
     async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
         try:
