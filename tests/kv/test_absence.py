@@ -72,7 +72,7 @@ def test_the_last_of_several_left(story: Story) -> None:
     story.dies("d0")
     story.joins("d2")  # it was started anew
     story.now_s += 5.0
-    story.roster.sweep(story.now_s, lambda _: False)  # d1 was not heard of; nor d2, since
+    story.roster.sweep(story.now_s, lambda _: False)  # d1 was not heard from; nor d2, since
     story.joins("d2")
     story.roster.leave("d2", b"d2")
 

@@ -82,7 +82,7 @@ async def test_node_that_is_back_before_it_has_answered_has_only_what_it_was_giv
     await asked.wait()
     gone = town.router.roster.members(role)[0]
     assert town.router._placement._sent[gone.address] >= 100
-    town.router.roster.remove(gone, "it was not heard of for a lease")
+    town.router.roster.remove(gone, "it was not heard from for a lease")
     town.router.roster.join(gone.record, m.Load(), asyncio.get_running_loop().time())
     goes_on.set()
     assert await client == [1, 2, 3]
@@ -97,10 +97,10 @@ async def test_node_that_loses_one_of_two_names_has_what_it_was_offered_by_the_o
     assert gone is not kept and gone.address == kept.address
 
     with placement.offered(kept, 100):
-        roster.remove(gone, "it was not heard of for a lease")
+        roster.remove(gone, "it was not heard from for a lease")
         assert placement._sent[kept.address] == 100
     assert placement._sent[kept.address] == 0
-    roster.remove(kept, "it was not heard of for a lease")
+    roster.remove(kept, "it was not heard from for a lease")
     assert kept.address not in placement._sent
 
 

@@ -39,7 +39,7 @@ async def test_decoder_that_was_given_up_and_comes_back_goes_on_with_what_it_had
     client = await under_way(cluster, step, SAMPLINGS[1])
     roster = cluster.router.roster
     assert isinstance(roster, Roster)
-    roster.remove(roster.members("decoder")[0], "node 'd0' was not heard of")  # it stood still, and goes on
+    roster.remove(roster.members("decoder")[0], "node 'd0' was not heard from")  # it stood still, and goes on
     tokens, end = await asyncio.wait_for(client, WAIT_S)
     assert (tokens, end.reason) == (await monolithic(PROMPT, SAMPLINGS[1]), "length"), end
     assert cluster.router.counts["restarted"] == 1
@@ -124,7 +124,7 @@ async def test_request_whose_decoders_keep_dying_ends_in_words(cluster: Cluster)
         await cluster.kill(f"d{index}")
     _, end = await asyncio.wait_for(client, WAIT_S)
     # Each may die before it has told the router that it has the request: then it is none of those that died of it.
-    ends = {"so were 2 before": "error", "nobody else goes on with it: .+": "unavailable"}
+    ends = {"so were 2 before": "error", "no other decoder continues it: .+": "unavailable"}
     gone = "its decoder is gone: node 'd\\d' died or closed; "
     assert [end.reason] == [reason for words, reason in ends.items() if re.fullmatch(gone + words, end.detail)]
     assert "'d2'" in end.detail
@@ -163,7 +163,7 @@ async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> Non
     await cluster.kill("d0")
     _, end = await asyncio.wait_for(client, WAIT_S)
     assert end.reason == "unavailable"
-    assert "its decoder is gone: node 'd0' died or closed; nobody else goes on with it: no decoder" in end.detail
+    assert "its decoder is gone: node 'd0' died or closed; no other decoder continues it: no decoder" in end.detail
 
 
 class Hanging:
@@ -365,6 +365,6 @@ async def test_request_that_was_to_end_anyway_ends_when_the_model_hangs_and_goes
     await until(lambda: not d0._servings, "it has ended")
     assert len(d0._held_by_model) == 1
     assert not cluster.router.counts["restarted"]
-    assert "are to go on elsewhere" not in caplog.text
+    assert "are to continue elsewhere" not in caplog.text
     model.goes_on.set()
     await assert_still_serves(cluster)

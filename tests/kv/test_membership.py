@@ -22,7 +22,7 @@ def test_node_not_heard_of_for_a_lease_is_gone() -> None:
     roster.sweep(13.4, lambda _: False)
     assert [member.load.requests for member in roster.members("decoder")] == [3] and not gone
     roster.sweep(13.6, lambda _: False)
-    assert gone == [("d0", "node 'd0' was not heard of for 2 s")]
+    assert gone == [("d0", "node 'd0' was not heard from for 2 s")]
     assert not roster.heartbeat("d0", b"d0", m.Load(), 13.7)
 
 

@@ -207,7 +207,7 @@ async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_
         await until(lambda count=count: sent[back.address] == count, "it counts as the prefiller's work")
         if count == 1000:
             (member,) = town.router.roster.members("prefiller")
-            town.router.roster.remove(member, "it was not heard of for a lease")
+            town.router.roster.remove(member, "it was not heard from for a lease")
     script.go_on.set()
     assert await asyncio.gather(*clients) == [[1, 2, 3]] * 2
     assert sent[back.address] == 0
@@ -225,7 +225,7 @@ async def test_nothing_is_kept_of_a_node_that_went_as_it_was_given_a_request(tow
     client = asyncio.ensure_future(town.complete(count=1000))
     await asked.wait()
     (gone,) = town.router.roster.members(role)
-    town.router.roster.remove(gone, "it was not heard of for a lease")
+    town.router.roster.remove(gone, "it was not heard from for a lease")
     goes_on.set()
     if role == "decoder":  # it goes on at another one
         await town.add("b")
@@ -446,7 +446,7 @@ async def test_decoder_that_is_frozen_for_a_lease_is_fenced_when_it_thaws(town: 
     running = asyncio.ensure_future(town.ends())
     await script.paused.wait()
     wire.freeze()
-    why = f"its decoder is gone: node 'a' was not heard of for {OPTIONS.lease_s:g} s"
+    why = f"its decoder is gone: node 'a' was not heard from for {OPTIONS.lease_s:g} s"
     assert why in await asyncio.wait_for(running, WAIT_S)
     wire.thaw()
     script.go_on.set()

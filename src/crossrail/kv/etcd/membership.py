@@ -110,7 +110,9 @@ class EtcdRoster(Roster):
             if is_lost(member.address):
                 self.remove(member, f"node {member.name!r} died or closed")
             elif (silent_s := now_s - member.heard_s) > self._silent_s:
-                self.remove(member, f"node {member.name!r} is in etcd, but was not heard of here for {silent_s:.1f} s")
+                self.remove(
+                    member, f"node {member.name!r} is in etcd, but was not heard from here for {silent_s:.1f} s"
+                )
 
     # --- changes in etcd ---
 

@@ -282,7 +282,7 @@ class Decoder(Node):
         serving.timeline.close()
         serving.finish(end)
         log.info(
-            "request %s: %s at node %s, %d tokens behind %d, in %.3f s%s",
+            "request %s: %s at node %s, %d tokens after a context of %d, in %.3f s%s",
             start.request, end.reason, self.name, len(serving.tokens), len(serving.context), serving.timeline.now(),
             end.detail and f": {end.detail}",
         )  # fmt: skip
@@ -334,7 +334,7 @@ class Decoder(Node):
             # Those that the model computes keep their pages.
             handed_over += sum(serving.go_elsewhere(why) for serving in there if serving.lacks_pages)
             if handed_over:
-                log.error("%s; requests that are to go on elsewhere: %d", why, handed_over)
+                log.error("%s; requests that are to continue elsewhere: %d", why, handed_over)
 
     def _on_let_go(self, serving: Serving, working: asyncio.Task[m.End]) -> None:
         """The model no longer touches its pages. Its exception is reported nowhere else."""

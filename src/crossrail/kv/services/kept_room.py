@@ -18,7 +18,7 @@ class KeptRoom:
     kept_s: for how long room is kept after the router's last message. A router asks more than once a second, except
     while it waits for another decoder that is silent; a dead one says nothing.
 
-    Invariant: at most one request has room kept, the first that asked, until it has started, was not heard of for
+    Invariant: at most one request has room kept, the first that asked, until it has started, was not heard from for
     kept_s, or has had it for KEPT_IN_A_ROW_S. It can get it again once another request has started, or after a second.
     """
 

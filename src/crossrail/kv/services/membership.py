@@ -228,6 +228,6 @@ class Roster(Membership):
             if is_lost(member.address):
                 self.remove(member, f"node {member.name!r} died or closed")
             elif now_s - member.heard_s > self.lease_s:
-                self.remove(member, f"node {member.name!r} was not heard of for {self.lease_s:g} s")
+                self.remove(member, f"node {member.name!r} was not heard from for {self.lease_s:g} s")
             else:
                 member.rivals = {rival: heard for rival, heard in member.rivals.items() if not is_lost(rival)}

@@ -268,7 +268,7 @@ class Router(AsyncClosing):
         end = running.end or m.End("cancelled", "the client is gone")
         self.counts[end.reason] += 1
         log.info(
-            "request %s: %s, %d tokens behind %d, in %.3f s, decoder %s%s",
+            "request %s: %s, %d tokens after a prompt of %d, in %.3f s, decoder %s%s",
             running.request, end.reason, len(running.tokens), len(running.prompt), loop_time_s() - running.came_s,
             "none" if running.decoder is None else running.decoder.name, end.detail and f": {end.detail}",
         )  # fmt: skip
@@ -311,7 +311,7 @@ class Router(AsyncClosing):
         there = set(join.running)
         for running in self._running.values():
             if running.decoder is member and running.is_charged and running.request not in there:
-                self._offers.restart(running, member, f"node {member.name!r} has it no more")
+                self._offers.restart(running, member, f"node {member.name!r} no longer has it")
 
     async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
         member = self.roster.at(sender)
