@@ -37,6 +37,9 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int kPileBytes = 4 << 10;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
+// By so much longer than ours is the kernel's patience with bytes that nobody acknowledges. If it ended first, the time
+// without a connection would count from then on, and the peer be lost after twice as long.
+constexpr int64_t kKernelPatienceNs = 1'000'000'000;
 // All open channels are silent: rails and lanes that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
 // This many consecutive connections that broke before anything got through are no accident.
@@ -115,7 +118,7 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   channel.attempted_ns = now_;
   channel.connector =
       std::make_unique<Connector>(&poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
-                                  std::move(purpose), options_.peer_timeout_ns / 1'000'000);
+                                  std::move(purpose), (options_.peer_timeout_ns + kKernelPatienceNs) / 1'000'000);
 }
 
 void OutChannel::on_connect_result(ConnectResult result) {
