@@ -28,7 +28,6 @@ struct Op {
   Endpoint* endpoint = nullptr;
   uint64_t cookie = 0;          // for works
   std::byte* buffer = nullptr;  // for sends and receives
-  uint32_t length_bytes = 0;    // for sends
   void* descriptor = nullptr;   // of the buffer
   Op* next = nullptr;           // neighbours in the endpoint's list, or in a pool
   Op* previous = nullptr;
@@ -78,7 +77,6 @@ class Endpoint {
   // Not for connections: there, peers dial the listener's name.
   const Name& name() const { return name_; }
   Peers& peers() { return *peers_; }
-  bool is_closed() const { return fid_ == nullptr; }
   // False: the provider is not ready for it; try again.
   bool close();
 

@@ -36,7 +36,10 @@ constexpr int64_t kSilenceMaxNs = 500'000'000;
 constexpr char kWatchesRemedy[] = "raise fs.epoll.max_user_watches, which is for all processes of a user";
 
 // To be called while errno is set.
-std::string unwatched_text() { return std::string("epoll_ctl: ") + std::strerror(errno) + "; " + kWatchesRemedy; }
+std::string unwatched_text() {
+  const bool is_limit = errno == ENOSPC;
+  return std::string("epoll_ctl: ") + std::strerror(errno) + (is_limit ? std::string("; ") + kWatchesRemedy : "");
+}
 
 sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   sockaddr_un address{};
@@ -229,7 +232,7 @@ void Control::run() try {
 int Control::next_timeout_ms() const {
   if (regions_->forget_gone()) return kLookMs;
   for (const auto& [token, connection] : connections_) {
-    if (!connection->up || connection->awaits_passing) return kLookMs;
+    if (!connection->up || connection->lacked != 0) return kLookMs;
   }
   return -1;
 }
@@ -395,11 +398,13 @@ void Control::accept_some() {
     socklen_t length = sizeof name;
     Fd fd(accept4(listener_.get(), reinterpret_cast<sockaddr*>(&name), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) {
-      if (errno == EMFILE || errno == ENFILE) {
-        // Out of descriptors: leave the backlog alone for a moment instead of spinning on it.
+      const bool is_limit = errno == EMFILE || errno == ENFILE;
+      if (is_limit || errno == ENOBUFS || errno == ENOMEM) {
+        // Leave the backlog alone for a moment instead of spinning on it.
         if (!std::exchange(lack_told_, true)) {
           emit({.kind = ControlEvent::Kind::kProtocolError,
-                .text = "out of file descriptors: cannot accept peers; raise ulimit -n"});
+                .text = is_limit ? "out of file descriptors: cannot accept peers; raise ulimit -n"
+                                 : "cannot accept peers: the kernel is short of memory"});
         }
         poll(nullptr, 0, 50);
       }
@@ -463,11 +468,13 @@ void Control::lose_unmade(Connection& connection, const std::string& reason) {
 // answers are waiting.
 void Control::check_timeouts() {
   for (auto& [token, connection] : connections_) {
-    if (connection->awaits_passing) flush(*connection);
+    if (connection->lacked != 0) flush(*connection);
     if (connection->up || connection->lost) continue;
     if (looked_ns_ < connection->deadline_ns) {
       if (!connection->connected) start_connect(*connection);
-    } else if (connection->awaits_passing) {
+    } else if (connection->lacked == ENOBUFS || connection->lacked == ENOMEM) {
+      lose_unmade(*connection, std::string("cannot send: ") + std::strerror(connection->lacked));
+    } else if (connection->lacked != 0) {
       lose_unmade(*connection,
                   "cannot send it descriptors: processes of this user have more on their way to others than this one "
                   "may have open; raise the limit on open files (ulimit -n)");

@@ -42,9 +42,9 @@ struct Control::Connection {
     std::vector<Fd> fds;
   };
   std::deque<Packet> outbox;
-  // The first packet in the outbox has descriptors, and the kernel's limit of descriptors in flight, for all processes
-  // of this user, is reached. Nothing reports when it is no longer.
-  bool awaits_passing = false;
+  // What the kernel lacked for the first packet in the outbox, an errno: descriptors that may be in flight, of all
+  // processes of this user, or memory. Nothing reports when it lacks it no longer.
+  int lacked = 0;
   // Regions of ours that the peer has asked for: it is told of their end, once.
   std::unordered_set<uint64_t> imported;
 

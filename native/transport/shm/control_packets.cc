@@ -363,8 +363,8 @@ bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, s
     std::memcpy(CMSG_DATA(item), fds.data(), sizeof(int) * fds.size());
   }
   if (sendmsg(connection.socket.get(), &header, MSG_NOSIGNAL) >= 0) return true;
-  connection.awaits_passing = errno == ETOOMANYREFS;
-  if (errno == EAGAIN || errno == EINTR || connection.awaits_passing) return false;
+  if (errno == ETOOMANYREFS || errno == ENOBUFS || errno == ENOMEM) connection.lacked = errno;
+  if (errno == EAGAIN || errno == EINTR || connection.lacked != 0) return false;
   // A peer that closed first may have left us a reason: let the read side find it.
   if (errno == EPIPE || errno == ECONNRESET) {
     connection.outbox.clear();
@@ -375,7 +375,7 @@ bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, s
 }
 
 void Control::flush(Connection& connection) {
-  connection.awaits_passing = false;
+  connection.lacked = 0;
   while (!connection.outbox.empty() && !connection.lost) {
     const Connection::Packet& packet = connection.outbox.front();
     std::vector<int> fds;
@@ -389,7 +389,7 @@ void Control::flush(Connection& connection) {
 void Control::watch_room(const Connection& connection) {
   epoll_event event{.events = 0, .data = {.u64 = connection.token}};
   if (connection.may_read()) event.events |= EPOLLIN;
-  if (!connection.outbox.empty() && !connection.awaits_passing) event.events |= EPOLLOUT;
+  if (!connection.outbox.empty() && connection.lacked == 0) event.events |= EPOLLOUT;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), &event);
 }
 
