@@ -202,7 +202,7 @@ async def test_tensor_of_an_unknown_type_is_named_and_may_be_ignored(tmp_path: P
     code, _, err = await ended(await start_load(tmp_path))
     assert (code, "'mtp.packed' is of F4" in " ".join(err.split())) == (2, True), err
     code, _, err = await ended(await start_load(tmp_path, "--ignore", "mtp.*", "--wait-s", 0.5, "--transport", "shm"))
-    assert (code, "not there within 0.5 s: target 0" in err) == (1, True), err
+    assert (code, "not there within 0.5 s: inference rank 0" in err) == (1, True), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -82,7 +82,7 @@ class _Demo:
         await asyncio.gather(*(players.start(player) for player in fleet))
         await controller.ready(range(self._trainers), range(len(_TARGETS)), _UPDATE_S)
         self._console.print(
-            f"{self._trainers} trainers with rows of {format_bytes(self._model.nbytes)} in bfloat16; inference ranks: "
+            f"{self._trainers} trainers share {format_bytes(self._model.nbytes)} in bfloat16; inference ranks: "
             + ", ".join(f"{kind}{' with spare memory' if spare else ' in place'}" for kind, spare in _TARGETS)
         )
 
