@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include <map>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -48,6 +49,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     set_error("EngineClosed", to_text(error.what()));
   } catch (const SimulationIdleError& error) {
     set_error("SimulationIdle", to_text(error.what()));
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, "no memory left for this call of crossrail");
   }
 }
 

@@ -1,7 +1,5 @@
 #include <nanobind/nanobind.h>
 
-#include <vector>
-
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/handles.h"
@@ -11,10 +9,8 @@ namespace crossrail::bindings {
 namespace {
 
 nb::list drain(const NotifierHandle& self) {
-  std::vector<uint64_t> cookies;
-  self.notifier->drain(&cookies);
   nb::list list;
-  for (const uint64_t cookie : cookies) list.append(cookie);
+  self.notifier->drain([&](uint64_t cookie) { list.append(cookie); });
   return list;
 }
 

@@ -79,6 +79,8 @@ class EngineCore final : public Sink, public Actor {
   // The same, until a deadline on the real clock. False: the holder did not release the lock in time, and nothing was
   // done.
   bool run_as_holder(const std::function<void()>& work, Deadline until);
+  // The same, for work that changes nothing: if its memory runs out, so does the caller's.
+  bool look_as_holder(const std::function<void()>& work, Deadline until = kNoDeadline);
   // [progress holder] For tests: one round by a holder that keeps the lock.
   void make_round() { round(); }
   bool progress();

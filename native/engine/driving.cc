@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <new>
 #include <thread>
 #include <utility>
@@ -273,6 +274,21 @@ bool EngineCore::run_as_holder(const std::function<void()>& work, Deadline until
     leave();
   }
   return true;
+}
+
+bool EngineCore::look_as_holder(const std::function<void()>& work, Deadline until) {
+  std::exception_ptr failure;
+  const bool has_run = run_as_holder(
+      [&] {
+        try {
+          work();
+        } catch (const std::bad_alloc&) {
+          failure = std::current_exception();
+        }
+      },
+      until);
+  if (failure) std::rethrow_exception(failure);
+  return has_run;
 }
 
 bool EngineCore::progress() {

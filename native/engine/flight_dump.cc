@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <new>
 #include <utility>
 
 #include "engine/core.h"
@@ -40,6 +41,15 @@ void FileSink::write(std::string_view text) {
       error_ = errno;
     }
   }
+}
+
+void StringSink::write(std::string_view text) try { text_ += text; } catch (const std::bad_alloc&) {
+  is_whole_ = false;
+}
+
+std::string StringSink::take() {
+  if (!is_whole_) throw std::bad_alloc();
+  return std::move(text_);
 }
 
 void JsonLines::flush() {

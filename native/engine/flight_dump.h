@@ -28,11 +28,13 @@ class TextSink {
 // Into a string.
 class StringSink final : public TextSink {
  public:
-  void write(std::string_view text) override { text_ += text; }
-  std::string take() { return std::move(text_); }
+  void write(std::string_view text) override;
+  // Throws std::bad_alloc if there was no memory for all of it: write() is called by destructors, and must not.
+  std::string take();
 
  private:
   std::string text_;
+  bool is_whole_ = true;
 };
 
 // Into a new file that only this user may read, and that is removed if it cannot be written completely. The sink owns

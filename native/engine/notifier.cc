@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "util/clock.h"
 #include "util/errors.h"
@@ -16,8 +17,8 @@ Notifier::Notifier() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
 }
 
 Notifier::~Notifier() {
-  std::vector<uint64_t> rest;
-  drain(&rest);
+  collect();
+  drop_taken();
   close(fd_);
 }
 
@@ -28,23 +29,28 @@ void Notifier::post(uint64_t cookie) {
   // Once pushed, the node belongs to the drainer, who may have deleted it already.
   while (!head_.compare_exchange_weak(below, node, std::memory_order_release, std::memory_order_relaxed))
     node->next = below;
-  if (below == nullptr) {  // it was empty: the consumer may be asleep
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);  // cannot fill up: drain() resets it
-  }
+  if (below == nullptr) ring();  // it was empty: the consumer may be asleep
 }
 
-void Notifier::drain(std::vector<uint64_t>* cookies) {
+void Notifier::ring() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);  // cannot fill up: drain() resets it
+}
+
+void Notifier::collect() {
   // Reset first: a post that comes later makes the descriptor readable again.
   uint64_t count;
   [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);
-  Node* node = head_.exchange(nullptr, std::memory_order_acquire);
-  const auto begin = static_cast<ptrdiff_t>(cookies->size());
-  while (node != nullptr) {
-    cookies->push_back(node->cookie);
-    delete std::exchange(node, node->next);
-  }
-  std::reverse(cookies->begin() + begin, cookies->end());
+  Node* newest = head_.exchange(nullptr, std::memory_order_acquire);
+  Node* oldest = nullptr;
+  while (newest != nullptr) oldest = std::exchange(newest, std::exchange(newest->next, oldest));
+  Node** end = &taken_;
+  while (*end != nullptr) end = &(*end)->next;
+  *end = oldest;
+}
+
+void Notifier::drop_taken() {
+  while (taken_ != nullptr) delete std::exchange(taken_, taken_->next);
 }
 
 bool Notifier::wait(int64_t deadline_ns) {

@@ -148,7 +148,7 @@ PeerExplanation EngineCore::explain(Peer& peer) {
                               .paths = {},
                               .heartbeat = {}};
   std::vector<RailReport> rails;
-  run_as_holder([&] {
+  look_as_holder([&] {
     explanation.state = peer.state();
     explanation.note = peer.work_->note;
     explanation.heartbeat = peer.work_->heartbeat;

@@ -155,7 +155,7 @@ std::vector<std::string> Region::users() const {
   EngineCore& core = engine_->core();
   std::vector<std::string> names;
   std::lock_guard lock(fencing_);
-  core.run_as_holder([&] { names = core.transports().users_of(shown_ ? *shown_ : local_); });
+  core.look_as_holder([&] { names = core.transports().users_of(shown_ ? *shown_ : local_); });
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
   return names;

@@ -85,7 +85,7 @@ TrafficReport EngineCore::traffic(int64_t patience_ns) {
   bool was_let_in = false;
   const auto enter = [&](const std::function<void()>& work) {
     const uint64_t rounds = counters_.rounds.load(std::memory_order_relaxed);
-    report.is_whole = run_as_holder(work, std::min(now_ns() + patience_ns, last));
+    report.is_whole = look_as_holder(work, std::min(now_ns() + patience_ns, last));
     was_let_in = was_let_in || report.is_whole;
     // A holder that is merely busy makes rounds, whether or not it makes room for us.
     report.hangs = !was_let_in && counters_.rounds.load(std::memory_order_relaxed) == rounds;

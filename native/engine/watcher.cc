@@ -78,8 +78,8 @@ WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread, std::function<voi
       on_awaited_(std::move(on_awaited)),
       words_(map_words(kBytes)),
       for_gpus_(words_.get(), kBytes) {
-  watchers_.reserve(kWords);
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
+  watchers_.reserve(kWords);  // so that add() does not fail once it has a watcher, whose end takes the mutex
 }
 
 WatcherThread::~WatcherThread() { stop(); }

@@ -13,7 +13,7 @@ from tests.support.process import REPOSITORY, assert_clean
 
 # One piece of memory after the other is refused, of those that `act` asks for on this thread, until it needs fewer.
 EACH = """
-    import ctypes, gc, os, sys
+    import asyncio, ctypes, gc, os, queue, sys
     import numpy as np
     import crossrail as xr
 
@@ -25,8 +25,8 @@ EACH = """
             fail_malloc_at(refused + 1)
             try:
                 act()
-            except MemoryError:
-                pass
+            except MemoryError as error:
+                assert str(error) in ("", "no memory left for this call of crossrail"), error
             left = fail_malloc_at(0)
             check()
             if left:
@@ -84,19 +84,6 @@ WRITE = """
     assert descriptors() == before  # a transfer that could not be made keeps no engine alive
 """
 
-WATCH = """
-        watchers = []
-
-        def watch():
-            watchers.append(b.alloc_watcher(lambda old, new: None))
-
-        def check():
-            watch()
-            watchers[-1].add(1)
-
-        print(refuse_each(watch, check))
-"""
-
 COUNT = """
         counter = b.imm_counter(7)
         told = xr._core.Notifier()
@@ -114,6 +101,42 @@ CLOSE = """
         regions = [b.alloc(100) for _ in range(200)]
 
         print(refuse_each(regions.clear, lambda: None))
+"""
+
+WATCHER = """
+        kept = []
+        added = queue.Queue()
+
+        def watch():
+            kept.append(b.alloc_watcher(lambda old, new: added.put(new)))
+
+        def check():
+            with b.alloc_watcher(lambda old, new: added.put(new)) as another:
+                another.add(5)
+                assert added.get(timeout=10) == 5
+
+        refused = refuse_each(watch, check)
+        more = [b.alloc_watcher(print) for _ in range(512 - len(kept))]  # all that there may be: none was lost
+        print(refused)
+"""
+
+AWAIT = """
+        target = b.alloc(100)
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda loop, context: None)  # tells of a MemoryError between tasks
+
+        async def written():
+            await a.submit_write(source, target.descriptor)
+
+        print(refuse_each(lambda: loop.run_until_complete(asyncio.wait_for(written(), 10)), lambda: None))
+"""
+
+DUMP = "        print(refuse_each(lambda: a.dump(), lambda: a.dump()))"
+
+LOOK = """
+        with b.alloc(100) as target:
+            a.submit_write(source, target.descriptor).wait(10)
+        print(refuse_each(lambda: (a.explain(b.address), a._traffic(1.0)), lambda: a.explain(b.address)))
 """
 
 
@@ -134,8 +157,19 @@ def refused_each(act: str, transport: str) -> int:
 @pytest.mark.no_sanitizer  # whose memory is not malloc's
 @pytest.mark.parametrize(
     ("act", "transport", "least"),
-    [(ALLOC, "shm", 5), (WRITE, "shm", 3), (WATCH, "shm", 1), (COUNT, "shm", 1), (CLOSE, "tcp", 0)],
-    ids=["alloc", "write", "watch", "count", "close"],
+    [
+        (ALLOC, "shm", 5),
+        (WRITE, "shm", 3),
+        (WATCHER, "shm", 1),
+        (COUNT, "shm", 1),
+        (CLOSE, "tcp", 0),
+        (AWAIT, "shm", 1),
+        (AWAIT, "tcp", 1),
+        (DUMP, "shm", 1),
+        (LOOK, "shm", 3),
+        (LOOK, "tcp", 3),
+    ],
+    ids=["alloc", "write", "watch", "count", "close", "await-shm", "await-tcp", "dump", "look-shm", "look-tcp"],
 )
 def test_call_without_memory_for_it_leaves_everything_else_as_it_was(act: str, transport: str, least: int) -> None:
     assert refused_each(act, transport) >= least

@@ -283,7 +283,7 @@ TEST_CASE("threads wait, notify and withdraw on one counter while counts arrive"
   notified.join();
   CHECK(consumed + counter->poll() == kWrites);
   std::vector<uint64_t> cookies;
-  notifier->drain(&cookies);
+  notifier->drain([&](uint64_t cookie) { cookies.push_back(cookie); });
   CHECK(cookies.size() <= kWrites);
 }
 
@@ -391,7 +391,7 @@ TEST_CASE("every cookie posted by many threads is drained once") {
   const Deadline deadline = deadline_in(20);
   while (cookies.size() < 3 * kPerThread && now_ns() < deadline) {
     notifier->wait(now_ns() + 10'000'000);
-    notifier->drain(&cookies);
+    notifier->drain([&](uint64_t cookie) { cookies.push_back(cookie); });
   }
   for (std::thread& thread : threads) thread.join();
   std::sort(cookies.begin(), cookies.end());
@@ -411,7 +411,7 @@ TEST_CASE("watchers report the last value") {
   while (value < 10'000 && now_ns() < deadline) {
     notifier->wait(now_ns() + 10'000'000);
     std::vector<uint64_t> cookies;
-    notifier->drain(&cookies);
+    notifier->drain([&](uint64_t cookie) { cookies.push_back(cookie); });
     const Watcher::Change change = watcher->take();
     CHECK(change.old_value == value);
     CHECK(change.new_value >= value);

@@ -188,7 +188,8 @@ TEST_CASE("gpu words: an engine's watcher is told, and its word outlives the eng
 
   rig.run(graph);
   std::vector<uint64_t> told;
-  for (const Deadline end = deadline_in(20); told.empty() && now_ns() < end;) notifier->drain(&told);
+  for (const Deadline end = deadline_in(20); told.empty() && now_ns() < end;)
+    notifier->drain([&](uint64_t cookie) { told.push_back(cookie); });
   CHECK(told == std::vector<uint64_t>{9});
   CHECK(watcher->take().new_value == 3);
 

@@ -117,7 +117,7 @@ TEST_CASE("immediates: who was just served may give the number back at once") {
     user.join();
     REQUIRE(!was_refused);
     std::vector<uint64_t> cookies;
-    notifier->drain(&cookies);
+    notifier->drain([&](uint64_t cookie) { cookies.push_back(cookie); });
     REQUIRE(cookies.size() == 1);
   }
 }
