@@ -471,9 +471,9 @@ def _default_name() -> str:
 
 
 def _worker_cpu(given: int | str, transport: str, rails: int | Sequence[str]) -> int | None:
-    if given == "auto":
-        return auto_worker_cpu(transport, rails)
     if isinstance(given, str):
+        if given == "auto":
+            return auto_worker_cpu(transport, rails)
         raise UsageError(f"worker_cpu is {given!r}, must be the number of a core, 'auto' or None")
     check_worker_cpu(given)
     return given

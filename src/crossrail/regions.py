@@ -66,9 +66,8 @@ class Region(_core.Region, Closing):
         try:
             of_type = np.dtype(dtype)
         except (TypeError, UnicodeEncodeError) as error:
-            hint = (
-                ". numpy has none; take region.tensor(), or array('uint16') for the bits" if dtype == "bfloat16" else ""
-            )
+            is_bfloat16 = isinstance(dtype, str) and dtype == "bfloat16"
+            hint = ". numpy has none; take region.tensor(), or array('uint16') for the bits" if is_bfloat16 else ""
             raise UsageError(f"dtype is {dtype!r:.80}, which is not a numpy dtype: {error}{hint}") from None
         if shape is None:
             if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:

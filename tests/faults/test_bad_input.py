@@ -337,6 +337,7 @@ WRONG_OPTIONS = [
     *(("dump_dir", value) for value in (5, [], "/nonexistent", "/proc/self/stat")),
     ("secret", "\ud800"),
     ("tls", "x"),
+    ("worker_cpu", np.arange(4)),
 ]
 
 
