@@ -15,7 +15,7 @@ from crossrail.kv.transfer import receiver as receiver_module
 from tests.integrations.vllm_workers import IMPATIENT, PATIENT, SECRET, SHORT_LEASE, Open, Side, offer
 from tests.support.kv_copies import Held
 from tests.support.kv_doubts import give_up, lose_writes, note_fences
-from tests.support.limits import PROGRAM_S
+from tests.support.limits import PROGRAM_S, WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
