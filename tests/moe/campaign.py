@@ -279,9 +279,9 @@ class Town:
             if rank == self.doomed:
                 check.equal(f"{who}, which was killed", life.ended, "EngineClosed")
             elif fault == "broken":
-                allowed = ("done", "TransferError", "PeerLost", "UsageError", "WaitTimeout")
+                allowed = ("done", "TransferError", "PeerLost", "PeerFailed", "WaitTimeout")
                 check.that(life.ended in allowed, f"{who} was told {life.ended}: {life.words}")
-                is_told = life.ended != "UsageError" or "has closed its AllToAll" in life.words
+                is_told = life.ended != "PeerFailed" or "has closed its AllToAll" in life.words
                 check.that(is_told, f"{who}: {life.words}")
             elif fault == "kill" and plan.config["on_lost"] == "raise":
                 check.that(life.ended in ("done", "PeerLost"), f"{who} was told {life.ended}: {life.words}")
