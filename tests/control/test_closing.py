@@ -8,8 +8,8 @@ import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import EngineWire
 from crossrail.kv import KvLayout, KvReceiver, KvSender, PagePool, RankMemory, messages
-from crossrail.kv.services.prefiller import Prefiller
-from crossrail.kv.services.router import Router
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.router.router import Router
 from crossrail.kv.toy import ToyModel
 from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights import messages as weight_messages

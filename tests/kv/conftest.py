@@ -11,9 +11,9 @@ import pytest
 from crossrail.kv import messages as m
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.front import Front
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
-from crossrail.kv.services.router import Router
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.router.router import Router
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.scripts import OPTIONS, Town
 from tests.support.etcd import EtcdServer

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from crossrail.control.mailbox import Mailbox
 from crossrail.kv import messages as m
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.router import Router, RouterOptions
+from crossrail.kv.router.membership import Roster
+from crossrail.kv.router.router import Router, RouterOptions
 from crossrail.kv.transfer.layout import KvLayout
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of
 from tests.support.kv_net import Net

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from crossrail.kv import messages as m
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.prefiller import Prefiller
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S

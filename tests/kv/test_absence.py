@@ -9,10 +9,10 @@ import pytest
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Unavailable
 from crossrail.kv.messages import Role
-from crossrail.kv.services import absence
-from crossrail.kv.services.absence import Absence
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.membership import Roster
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.router import absence
+from crossrail.kv.router.absence import Absence
+from crossrail.kv.router.membership import Roster
 from tests.kv.conftest import start, until
 from tests.support.kv_cluster import ROUTER, Cluster, node_record, prompt_of
 from tests.support.limits import WAIT_S

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.services import adoptions as adoptions_module
-from crossrail.kv.services.adoptions import Adopted, Adoptions
+from crossrail.kv.router import adoptions as adoptions_module
+from crossrail.kv.router.adoptions import Adopted, Adoptions
 
 KEPT = 3
 END = m.End("length")

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Overloaded
-from crossrail.kv.services.router import Router
+from crossrail.kv.router.router import Router
 from tests.kv.conftest import until
 from tests.kv.scripts import OPTIONS, Script, Town, prefiller_of
 from tests.support.kv_net import Net

@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail.cli.kv import common, nodes
 from crossrail.cli.kv.commands import decoder, prefiller, router
 from crossrail.cli.main import main
-from crossrail.kv.services.node import NodeOptions
+from crossrail.kv.nodes.node import NodeOptions
 from crossrail.kv.transfer.layout import KvLayout
 from tests.support.process import run_script
 

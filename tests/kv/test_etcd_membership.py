@@ -16,10 +16,10 @@ from crossrail.kv.etcd import records as etcd_records
 from crossrail.kv.etcd.client import Etcd
 from crossrail.kv.etcd.membership import EtcdRoster
 from crossrail.kv.etcd.records import Place
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.prefiller import Prefiller
-from crossrail.kv.services.router import Router
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.router.membership import Roster
+from crossrail.kv.router.router import Router
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import hold
 from tests.support.etcd import ETCD, EtcdServer

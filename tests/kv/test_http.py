@@ -11,8 +11,8 @@ import pytest
 from crossrail.kv import messages as m
 from crossrail.kv.http.front import Front
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel, ToyTokenizer
 from tests.kv.asking import SLOW_S, TEXT, answer_of, body, expected
 from tests.kv.conftest import quiet, start, until

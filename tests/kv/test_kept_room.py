@@ -1,6 +1,6 @@
 """For whom a decoder keeps what comes back, on times that the tests make up."""
 
-from crossrail.kv.services.kept_room import KEPT_IN_A_ROW_S, KeptRoom
+from crossrail.kv.nodes.kept_room import KEPT_IN_A_ROW_S, KeptRoom
 
 A, B = (b"router a", "r1"), (b"router b", "r1")
 

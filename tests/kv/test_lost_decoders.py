@@ -10,10 +10,10 @@ import pytest
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 from crossrail.kv.models.steps import until_over
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.prefiller import Prefiller
-from crossrail.kv.services.serving import Serving
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.nodes.serving import Serving
+from crossrail.kv.router.membership import Roster
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, under_way
 from tests.support.kv_cluster import NODE, ROUTER, Cluster, monolithic, prompt_of

@@ -11,9 +11,9 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.router.membership import Roster
 from crossrail.kv.transfer import receiver as receiver_module
 from crossrail.kv.transfer.job import SendJob
 from tests.kv.conftest import quiet, start, until

@@ -10,7 +10,7 @@ import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.etcd.membership import EtcdRoster
 from crossrail.kv.etcd.records import Place, Seal
-from crossrail.kv.services.membership import NotYet, Roster
+from crossrail.kv.router.membership import NotYet, Roster
 from tests.support.kv_cluster import LAYOUT, SECRET, node_record
 
 

@@ -22,10 +22,10 @@ from crossrail.kv import (
     plan_transfer,
 )
 from crossrail.kv import messages as m
-from crossrail.kv.services.decoder import Decoder as DecoderNode
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.prefiller import Prefiller as PrefillerNode
-from crossrail.kv.services.router import Router
+from crossrail.kv.nodes.decoder import Decoder as DecoderNode
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.prefiller import Prefiller as PrefillerNode
+from crossrail.kv.router.router import Router
 from crossrail.kv.toy import ToyModel
 from tests.conftest import EngineFactory
 from tests.kv.instances import TAIL_BYTES, Decoder, Prefiller, assert_all_free, closing

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.services import adoptions as adoptions_module
-from crossrail.kv.services import to_router
-from crossrail.kv.services.router import Router
-from crossrail.kv.services.serving import Serving
-from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.nodes import to_router
+from crossrail.kv.nodes.serving import Serving
+from crossrail.kv.router import adoptions as adoptions_module
+from crossrail.kv.router.router import Router
+from crossrail.kv.timeline import Timeline
 from crossrail.kv.transfer.prefix import NO_NAMES
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (

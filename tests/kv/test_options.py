@@ -11,8 +11,8 @@ from crossrail.errors import UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.etcd.membership import EtcdRoster
 from crossrail.kv.etcd.records import Place
-from crossrail.kv.services.node import NodeOptions
-from crossrail.kv.services.router import Router, RouterOptions
+from crossrail.kv.nodes.node import NodeOptions
+from crossrail.kv.router.router import Router, RouterOptions
 from tests.support.kv_net import Net
 
 OPTIONS = [(kind, field.name) for kind in (NodeOptions, RouterOptions) for field in fields(kind)]

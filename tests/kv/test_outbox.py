@@ -9,8 +9,8 @@ import pytest
 
 from crossrail.control.mailbox import NoAnswer
 from crossrail.kv import messages as m
-from crossrail.kv.services.outbox import Outbox
-from crossrail.kv.services.router_requests import Chunk, Chunks
+from crossrail.kv.nodes.outbox import Outbox
+from crossrail.kv.router.requests import Chunk, Chunks
 from tests.kv.scripts import SHORT, Town
 from tests.support.kv_cluster import prompt_of
 from tests.support.kv_net import Net

@@ -9,7 +9,7 @@ from aiohttp import web
 import crossrail as xr
 from crossrail.kv.errors import RouterNotFound
 from crossrail.kv.http.rendezvous import check_url, find_by_http
-from crossrail.kv.services.decoder import Decoder
+from crossrail.kv.nodes.decoder import Decoder
 from tests.kv.asking import answer_of
 from tests.support.kv_cluster import SECRET, Cluster
 from tests.support.limits import WAIT_S

@@ -12,10 +12,10 @@ import pytest
 import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Overloaded, Unavailable
-from crossrail.kv.services import redispatch
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.router import Router
-from crossrail.kv.services.router_requests import Chunk
+from crossrail.kv.router import redispatch
+from crossrail.kv.router.membership import Roster
+from crossrail.kv.router.requests import Chunk
+from crossrail.kv.router.router import Router
 from tests.kv.conftest import until
 from tests.kv.scripts import OPTIONS, SHORT, Town, prefiller_of
 from tests.support.kv_cluster import LAYOUT, node_record, prompt_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import crossrail as xr
 from crossrail.kv import messages as m
-from crossrail.kv.services.membership import Roster
+from crossrail.kv.router.membership import Roster
 from tests.kv.scripts import OPTIONS, SHORT, Town
 from tests.support.kv_cluster import prompt_of
 from tests.support.limits import WAIT_S

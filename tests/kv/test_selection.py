@@ -1,7 +1,7 @@
 """Whom a router would choose: nodes by their work, prefixes remembered, refusals believed."""
 
-from crossrail.kv.services.known_room import KnownRoom, Refusal
-from crossrail.kv.services.selection import PrefixMemory, cost
+from crossrail.kv.router.known_room import KnownRoom, Refusal
+from crossrail.kv.router.selection import PrefixMemory, cost
 
 
 def names_of(costs: list[tuple[int, int, str]]) -> list[str]:

@@ -14,8 +14,8 @@ import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NodeRefused
 from crossrail.kv.model import Cache, Logits, Pages, Tokens
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import PROMPT, under_way
@@ -51,7 +51,7 @@ async def test_timeline_has_every_layer_of_every_chunk(cluster: Cluster) -> None
 async def test_prefiller_keeps_timelines_of_the_latest_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crossrail.kv.services.prefiller._TIMELINES_KEPT", 2)
+    monkeypatch.setattr("crossrail.kv.nodes.prefiller._TIMELINES_KEPT", 2)
     await start(cluster)
     for seed in range(4):
         _, end = await cluster.complete(prompt_of(20, seed), m.Sampling(2))

@@ -14,9 +14,9 @@ import pytest
 import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.serving import Serving
-from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.serving import Serving
+from crossrail.kv.timeline import Timeline
 from crossrail.kv.transfer.pages import PageState
 from crossrail.kv.transfer.prefix import NO_NAMES
 from crossrail.kv.transfer.reception import Reception

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from crossrail.kv import messages as m
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
 from tests.contract.setups import REAL_TRANSPORTS
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import Cluster, monolithic, prompt_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from crossrail import sim
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.prefiller import Prefiller
 from crossrail.kv.transfer.access import Access
 from crossrail.sim.scenarios import Scenario
 from crossrail.sim.scenarios import play as play_scenario

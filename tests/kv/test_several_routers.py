@@ -10,11 +10,11 @@ import pytest
 
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded
-from crossrail.kv.services import decoder as decoder_module
-from crossrail.kv.services import to_router
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
-from crossrail.kv.services.router import RouterOptions
+from crossrail.kv.nodes import decoder as decoder_module
+from crossrail.kv.nodes import to_router
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
+from crossrail.kv.router.router import RouterOptions
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import (
     GREEDY,

@@ -10,9 +10,9 @@ import pytest
 
 from crossrail.control.deadlines import loop_time_s
 from crossrail.kv.messages import Sampling, Span
-from crossrail.kv.services import decoder
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.timeline import Timeline, chrome_trace, picture
+from crossrail.kv.nodes import decoder
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.timeline import Timeline, chrome_trace, picture
 from tests.kv.conftest import start, until
 from tests.support.kv_cluster import LAYOUT, NODE, Cluster, prompt_of
 from tests.support.limits import WAIT_S

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-import crossrail.kv.services.told as told_module
+import crossrail.kv.nodes.told as told_module
 from crossrail.kv import messages as m
-from crossrail.kv.services.serving import Serving
-from crossrail.kv.services.timeline import Timeline
-from crossrail.kv.services.told import Told
+from crossrail.kv.nodes.serving import Serving
+from crossrail.kv.nodes.told import Told
+from crossrail.kv.timeline import Timeline
 from crossrail.kv.transfer.prefix import NO_NAMES
 
 

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from crossrail.kv.services import tracing
-from crossrail.kv.services.tracing import RequestSpan, checked
+from crossrail.kv import tracing
+from crossrail.kv.tracing import RequestSpan, checked
 from tests.kv.conftest import start, until
 from tests.support.kv_cluster import ROUTER, Cluster
 

@@ -16,13 +16,13 @@ from crossrail.control.mailbox import NoAnswer
 from crossrail.control.wire import Wire
 from crossrail.kv import messages as m
 from crossrail.kv.errors import Overloaded
-from crossrail.kv.services import known_room, waiting
-from crossrail.kv.services.known_room import Refusal
-from crossrail.kv.services.membership import Roster
-from crossrail.kv.services.placement import Placement
-from crossrail.kv.services.router import Router, RouterOptions
-from crossrail.kv.services.router_requests import Running
-from crossrail.kv.services.waiting import Waiter, Waiting
+from crossrail.kv.router import known_room, waiting
+from crossrail.kv.router.known_room import Refusal
+from crossrail.kv.router.membership import Roster
+from crossrail.kv.router.placement import Placement
+from crossrail.kv.router.requests import Running
+from crossrail.kv.router.router import Router, RouterOptions
+from crossrail.kv.router.waiting import Waiter, Waiting
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, node_record
 from tests.support.limits import WAIT_S

@@ -6,7 +6,7 @@ import pytest
 
 from crossrail.control.deadlines import in_time
 from crossrail.kv import messages as m
-from crossrail.kv.services.watching import Watch, lost_before_arrival
+from crossrail.kv.nodes.watching import Watch, lost_before_arrival
 from tests.support.kv_net import Net
 from tests.support.limits import WAIT_S
 

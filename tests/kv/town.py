@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import crossrail as xr
 from crossrail import sim
 from crossrail.kv import messages as m
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.prefiller import Prefiller
 from crossrail.sim.scenarios import Run
 from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_guard import PageGuard

@@ -14,10 +14,10 @@ from crossrail.kv import messages as m
 from crossrail.kv.etcd.membership import EtcdPresence, EtcdRoster
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.model import Model, Tokens, generate
-from crossrail.kv.services.node import Node, NodeOptions
-from crossrail.kv.services.router import Router, RouterOptions
-from crossrail.kv.services.router_link import FindRouter
-from crossrail.kv.services.router_requests import Chunk
+from crossrail.kv.nodes.node import Node, NodeOptions
+from crossrail.kv.nodes.router_link import FindRouter
+from crossrail.kv.router.requests import Chunk
+from crossrail.kv.router.router import Router, RouterOptions
 from crossrail.kv.toy import ToyModel
 from crossrail.kv.transfer.layout import KvLayout
 from crossrail.kv.transfer.memory import RankMemory

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.kv.services.node import Node
+from crossrail.kv.nodes.node import Node
 from crossrail.kv.transfer.pages import PageLease, PageState
 
 _POISON = 0xA5

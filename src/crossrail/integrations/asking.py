@@ -16,7 +16,7 @@ from crossrail.errors import PeerLost, WaitTimeout
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.kv import KvReceiver, Reception
 from crossrail.kv import messages as m
-from crossrail.kv.services.watching import Watch, lost_before_arrival
+from crossrail.kv.nodes.watching import Watch, lost_before_arrival
 
 log = logging.getLogger("crossrail.integrations")
 

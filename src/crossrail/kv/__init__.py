@@ -1,9 +1,9 @@
 """Moves KV cache between the instances of an inference system that prefills and decodes on different machines.
 
 transfer/ is the library: layouts and plans, pages and who may use them, the two sides of a request's transfer.
-services/ holds router, prefillers and decoders, whose messages are in messages.py; http/ is where clients send requests
-and nodes look up routers, etcd/ another way to find each other. model.py says what a model has to do; models/ are real
-ones, and toy.py is one for tests.
+router/ and nodes/, the prefillers and decoders, serve requests together by the messages in messages.py; http/ is where
+clients send requests and nodes look up routers, etcd/ another way to find each other. model.py says what a model has to
+do; models/ are real ones, and toy.py is one for tests.
 """
 
 from typing import TYPE_CHECKING
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownModel,
     )
-    from crossrail.kv.services.decoder import Decoder
-    from crossrail.kv.services.metrics import RouterCollector
-    from crossrail.kv.services.node import Node
-    from crossrail.kv.services.options import NodeOptions, RouterOptions
-    from crossrail.kv.services.prefiller import Prefiller
-    from crossrail.kv.services.router import Router
+    from crossrail.kv.nodes.decoder import Decoder
+    from crossrail.kv.nodes.node import Node
+    from crossrail.kv.nodes.prefiller import Prefiller
+    from crossrail.kv.options import NodeOptions, RouterOptions
+    from crossrail.kv.router.metrics import RouterCollector
+    from crossrail.kv.router.router import Router
     from crossrail.kv.transfer.foreign_pages import NOT_YET, foreign_lease
     from crossrail.kv.transfer.job import LayerTime, SendJob
     from crossrail.kv.transfer.layout import KvLayout, compatible, differences
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:
     __getattr__ = lazily(
         __name__,
         {
-            "Decoder": "services.decoder",
+            "Decoder": "nodes.decoder",
             "DuplicateRequest": "errors",
             "KvLayout": "transfer.layout",
             "KvReceiver": "transfer.receiver",
@@ -105,8 +105,8 @@ if not TYPE_CHECKING:
             "LayoutMismatch": "errors",
             "NOT_YET": "transfer.foreign_pages",
             "NoPages": "errors",
-            "Node": "services.node",
-            "NodeOptions": "services.options",
+            "Node": "nodes.node",
+            "NodeOptions": "options",
             "NodeRefused": "errors",
             "Overloaded": "errors",
             "PageLease": "transfer.pages",
@@ -115,15 +115,15 @@ if not TYPE_CHECKING:
             "PageWrites": "transfer.plan",
             "PagesInUse": "errors",
             "PoolReport": "transfer.pages",
-            "Prefiller": "services.prefiller",
+            "Prefiller": "nodes.prefiller",
             "RankMemory": "transfer.memory",
             "RankTarget": "transfer.target",
             "Reception": "transfer.reception",
             "RequestFailed": "errors",
-            "Router": "services.router",
-            "RouterCollector": "services.metrics",
+            "Router": "router.router",
+            "RouterCollector": "router.metrics",
             "RouterNotFound": "errors",
-            "RouterOptions": "services.options",
+            "RouterOptions": "options",
             "SendJob": "transfer.job",
             "Step": "transfer.sender",
             "Superseded": "errors",

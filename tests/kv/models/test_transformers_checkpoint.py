@@ -24,8 +24,8 @@ from crossrail.kv.http.front import Front
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
 from crossrail.kv.models.tokenizer import TextTokenizer
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
 from tests.kv.caches import cache_of
 from tests.kv.models.conftest import OpenModel, alone
 from tests.kv.models.test_transformers_model import GREEDY, by_transformers

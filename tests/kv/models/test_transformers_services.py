@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from crossrail.kv.messages import Sampling
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.prefiller import Prefiller
 from tests.kv.conftest import quiet
 from tests.kv.models.conftest import OpenModel, alone
 from tests.support.kv_cluster import Cluster, prompt_of

@@ -10,7 +10,7 @@ from crossrail.cli.group import body
 from crossrail.cli.json_output import json_option
 from crossrail.cli.service import Decorator, engine_options, together, transport_option
 from crossrail.cli.text import FloatRange, OutputFolder, seconds
-from crossrail.kv.services.options import NodeOptions, RouterOptions
+from crossrail.kv.options import NodeOptions, RouterOptions
 
 _TOKENS_MAX = 1 << 20  # what a router serves at most
 _SEED_MAX = (1 << 63) - 1

@@ -25,8 +25,8 @@ from crossrail.control.wire import EngineWire
 from crossrail.errors import UsageError
 from crossrail.kv.messages import mailbox
 from crossrail.kv.model import Model, Tokenizer
-from crossrail.kv.services.node import NodeOptions, log
-from crossrail.kv.services.router import RouterOptions
+from crossrail.kv.nodes.node import NodeOptions, log
+from crossrail.kv.router.router import RouterOptions
 from crossrail.kv.toy import ToyModel, ToyTokenizer
 from crossrail.kv.transfer.layout import KvLayout
 

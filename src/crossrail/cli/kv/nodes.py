@@ -28,9 +28,9 @@ from crossrail.kv.etcd.membership import EtcdPresence
 from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.rendezvous import check_url, find_by_http
 from crossrail.kv.messages import check_name
-from crossrail.kv.services.decoder import Decoder
-from crossrail.kv.services.node import Node, NodeOptions
-from crossrail.kv.services.prefiller import Prefiller
+from crossrail.kv.nodes.decoder import Decoder
+from crossrail.kv.nodes.node import Node, NodeOptions
+from crossrail.kv.nodes.prefiller import Prefiller
 from crossrail.kv.transfer.layout import KvLayout
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import POOL_PAGE_BYTES

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from crossrail.cli.tables import Fitted
 from crossrail.kv.messages import Span
-from crossrail.kv.services.timeline import rows_of
+from crossrail.kv.timeline import rows_of
 
 _BAR_MIN, _BAR_MAX = 16, 72  # letters
 _BESIDE = 58  # letters that the other columns and the borders take

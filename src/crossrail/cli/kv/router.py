@@ -21,7 +21,7 @@ from crossrail.kv.etcd.records import Place
 from crossrail.kv.http.front import Front
 from crossrail.kv.messages import check_name
 from crossrail.kv.model import Tokenizer
-from crossrail.kv.services.router import Router, RouterOptions
+from crossrail.kv.router.router import Router, RouterOptions
 
 _DEFAULTS = RouterOptions()
 _PORT_MAX = 65535

@@ -34,7 +34,7 @@ from crossrail.integrations.sglang.node import RankNode
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room, wanted_twice
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.services.attempts import AttemptBook, Key
+from crossrail.kv.nodes.attempts import AttemptBook, Key
 from crossrail.kv.transfer.plan import plan_transfer
 
 log = logging.getLogger("crossrail.sglang")

@@ -29,7 +29,7 @@ from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.prompts import differ
 from crossrail.kv import NOT_YET, KvLayout, KvSender, KvTarget, RankMemory, SendJob, foreign_lease
 from crossrail.kv import messages as m
-from crossrail.kv.services.attempts import AttemptBook, Key
+from crossrail.kv.nodes.attempts import AttemptBook, Key
 from crossrail.kv.transfer.plan import plan_transfer
 from crossrail.kv.transfer.sender import Step
 

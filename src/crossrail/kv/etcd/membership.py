@@ -21,9 +21,10 @@ from crossrail.errors import CrossrailError
 from crossrail.kv.errors import RouterNotFound, Superseded
 from crossrail.kv.etcd.records import Place, Registration, Seal, follow
 from crossrail.kv.messages import Load, NodeRecord
-from crossrail.kv.services.membership import Refuse, Roster
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.router_link import FindRouter, RouterLink
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.router_link import FindRouter, RouterLink
+from crossrail.kv.refusal import Refuse
+from crossrail.kv.router.membership import Roster
 
 log = logging.getLogger("crossrail.kv")
 

@@ -15,7 +15,7 @@ from crossrail.kv.http.errors import error_object, refusal
 from crossrail.kv.http.listener import failure
 from crossrail.kv.http.taking import Taking
 from crossrail.kv.http.text import TextStream
-from crossrail.kv.services.router_requests import Chunk
+from crossrail.kv.router.requests import Chunk
 
 with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web

@@ -44,10 +44,10 @@ from crossrail.kv.http.errors import FieldError, refusal
 from crossrail.kv.http.listener import PATIENCE_S, HttpHandler, Listener
 from crossrail.kv.http.text import TextStream
 from crossrail.kv.model import Tokenizer, Tokens
-from crossrail.kv.services.metrics import RouterCollector
-from crossrail.kv.services.router import Router
-from crossrail.kv.services.timeline import chrome_trace, picture
-from crossrail.kv.services.tracing import RequestSpan
+from crossrail.kv.router.metrics import RouterCollector
+from crossrail.kv.router.router import Router
+from crossrail.kv.timeline import chrome_trace, picture
+from crossrail.kv.tracing import RequestSpan
 
 with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web

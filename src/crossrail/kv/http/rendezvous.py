@@ -10,7 +10,7 @@ from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.kv.errors import RouterNotFound
 from crossrail.kv.http.client_errors import client_error_text
-from crossrail.kv.services.router_link import FindRouter
+from crossrail.kv.nodes.router_link import FindRouter
 
 with needs(__name__, "'crossrail[kv]'"):
     import aiohttp

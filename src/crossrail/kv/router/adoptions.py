@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from crossrail.kv import messages as m
-from crossrail.kv.services.membership import Member
-from crossrail.kv.services.router_requests import Running
+from crossrail.kv.router.membership import Member
+from crossrail.kv.router.requests import Running
 
 # Ended requests kept per decoder: as many as a decoder keeps, 4096 with their end acknowledged and 4096 without.
 _ADOPTIONS_KEPT = 8192

@@ -6,7 +6,7 @@ import math
 from typing import get_args
 
 from crossrail.kv.messages import Role
-from crossrail.kv.services.membership import Membership
+from crossrail.kv.router.membership import Membership
 
 
 class ModelsSeen:

@@ -10,8 +10,8 @@ from crossrail.errors import UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.serving import Serving, Stopped
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.serving import Serving, Stopped
 from crossrail.kv.transfer.pages import PageState
 from crossrail.kv.transfer.prefix import PageNames, page_hashes
 from crossrail.kv.transfer.receiver import KvReceiver

@@ -12,8 +12,8 @@ from crossrail.control.deadlines import first_of
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.router_link import RouterLink
-from crossrail.kv.services.timeline import Timeline
+from crossrail.kv.nodes.router_link import RouterLink
+from crossrail.kv.timeline import Timeline
 from crossrail.kv.transfer.prefix import NO_NAMES, PageNames
 from crossrail.kv.transfer.reception import Reception
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from crossrail._latest import Latest
 from crossrail.control.deadlines import loop_time_s
 from crossrail.kv import messages as m
-from crossrail.kv.services.membership import Member, Membership
+from crossrail.kv.router.membership import Member, Membership
 
 log = logging.getLogger("crossrail.kv")
 

@@ -27,11 +27,11 @@ from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
 from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.attempts import AttemptBook, Key
-from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.timeline import Timeline
-from crossrail.kv.services.tracing import RequestSpan
+from crossrail.kv.nodes.attempts import AttemptBook, Key
+from crossrail.kv.nodes.model_watch import CANCELLED_BY_NOBODY
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.timeline import Timeline
+from crossrail.kv.tracing import RequestSpan
 from crossrail.kv.transfer.job import SendJob
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PageLease

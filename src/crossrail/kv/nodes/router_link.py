@@ -16,8 +16,8 @@ from crossrail.kv import messages as m
 from crossrail.kv.errors import NodeRefused
 
 if TYPE_CHECKING:
-    from crossrail.kv.services.node import Node
-    from crossrail.kv.services.serving import Serving
+    from crossrail.kv.nodes.node import Node
+    from crossrail.kv.nodes.serving import Serving
 
 log = logging.getLogger("crossrail.kv")
 

@@ -7,9 +7,9 @@ import logging
 
 from crossrail.control.deadlines import loop_time_s
 from crossrail.kv import messages as m
-from crossrail.kv.services.membership import Member
-from crossrail.kv.services.placement import Placement
-from crossrail.kv.services.router_requests import Running
+from crossrail.kv.router.membership import Member
+from crossrail.kv.router.placement import Placement
+from crossrail.kv.router.requests import Running
 
 log = logging.getLogger("crossrail.kv")
 

@@ -12,13 +12,13 @@ from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable
-from crossrail.kv.services.absence import Absence
-from crossrail.kv.services.known_room import Refusal
-from crossrail.kv.services.membership import Member, Membership
-from crossrail.kv.services.options import RouterOptions
-from crossrail.kv.services.placement import Placement
-from crossrail.kv.services.router_requests import Running
-from crossrail.kv.services.waiting import Waiter, Waiting
+from crossrail.kv.options import RouterOptions
+from crossrail.kv.router.absence import Absence
+from crossrail.kv.router.known_room import Refusal
+from crossrail.kv.router.membership import Member, Membership
+from crossrail.kv.router.placement import Placement
+from crossrail.kv.router.requests import Running
+from crossrail.kv.router.waiting import Waiter, Waiting
 
 log = logging.getLogger("crossrail.kv")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from crossrail.control.deadlines import loop_time_s
-from crossrail.kv.services.serving import Serving
+from crossrail.kv.nodes.serving import Serving
 
 _TOKEN_BYTES, _SPAN_BYTES = 32, 200  # per generated token, and per span: as Python stores them
 

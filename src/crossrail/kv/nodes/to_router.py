@@ -10,9 +10,9 @@ from crossrail.control.deadlines import first_of, loop_time_s
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.kv import messages as m
-from crossrail.kv.services.options import NodeOptions
-from crossrail.kv.services.outbox import Outbox
-from crossrail.kv.services.serving import Serving, Stopped
+from crossrail.kv.nodes.outbox import Outbox
+from crossrail.kv.nodes.serving import Serving, Stopped
+from crossrail.kv.options import NodeOptions
 
 log = logging.getLogger("crossrail.kv")
 

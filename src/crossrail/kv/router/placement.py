@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from crossrail.errors import UsageError
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.membership import Member, Membership
-from crossrail.kv.services.router_requests import Running
-from crossrail.kv.services.selection import PrefixMemory, cost
+from crossrail.kv.router.membership import Member, Membership
+from crossrail.kv.router.requests import Running
+from crossrail.kv.router.selection import PrefixMemory, cost
 from crossrail.kv.transfer.prefix import page_hashes
 
 _PREFIX_TOKENS = 64  # tokens of a block in the router's own memory of prefixes; nodes have page sizes of their own

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from crossrail.control.deadlines import set_in_time
 from crossrail.kv.errors import Overloaded
-from crossrail.kv.services.options import RouterOptions
-from crossrail.kv.services.placement import weight
-from crossrail.kv.services.router_requests import Running
+from crossrail.kv.options import RouterOptions
+from crossrail.kv.router.placement import weight
+from crossrail.kv.router.requests import Running
 
 
 class Underway(Mapping[str, Running]):

@@ -6,7 +6,6 @@ another.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.errors import LayoutMismatch
 from crossrail.kv.messages import Load, NodeRecord, Role, check_name
+from crossrail.kv.refusal import Refuse
 from crossrail.kv.transfer.layout import KvLayout, compatible
 
 log = logging.getLogger("crossrail.kv")
@@ -62,15 +62,6 @@ class Member:
 
 
 Gone = Callable[[Member, str], None]
-Refuse = Callable[[CrossrailError], None]
-
-
-def refuse(refused: asyncio.Future[None], why: CrossrailError) -> None:
-    """Sets a router's or node's `refused`: it is rejected for good. Only the first reason is kept."""
-    log.error("%s", why)
-    if not refused.done():
-        refused.set_exception(why)
-        refused.exception()  # mark as retrieved: its owner may never look
 
 
 class NotYet(CrossrailError):

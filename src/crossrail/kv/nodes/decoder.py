@@ -27,17 +27,17 @@ from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, NoPages
 from crossrail.kv.foreign import exceptions_only
 from crossrail.kv.model import Tokens, generate
-from crossrail.kv.services.decoder_pages import DecoderPages
-from crossrail.kv.services.fetch import Fetcher
-from crossrail.kv.services.kept_room import KeptRoom
-from crossrail.kv.services.model_watch import CANCELLED_BY_NOBODY
-from crossrail.kv.services.node import Node
-from crossrail.kv.services.router_link import RequestsOf, RouterLink
-from crossrail.kv.services.serving import PrefillerGone, Serving, Stopped
-from crossrail.kv.services.timeline import Timeline
-from crossrail.kv.services.to_router import ToRouter
-from crossrail.kv.services.told import Told
-from crossrail.kv.services.tracing import RequestSpan
+from crossrail.kv.nodes.decoder_pages import DecoderPages
+from crossrail.kv.nodes.fetch import Fetcher
+from crossrail.kv.nodes.kept_room import KeptRoom
+from crossrail.kv.nodes.model_watch import CANCELLED_BY_NOBODY
+from crossrail.kv.nodes.node import Node
+from crossrail.kv.nodes.router_link import RequestsOf, RouterLink
+from crossrail.kv.nodes.serving import PrefillerGone, Serving, Stopped
+from crossrail.kv.nodes.to_router import ToRouter
+from crossrail.kv.nodes.told import Told
+from crossrail.kv.timeline import Timeline
+from crossrail.kv.tracing import RequestSpan
 from crossrail.kv.transfer.layout import KvLayout, compatible
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.receiver import KvReceiver

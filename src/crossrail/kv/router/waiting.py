@@ -26,10 +26,10 @@ from operator import attrgetter
 
 from crossrail.control.deadlines import loop_time_s, set_in_time
 from crossrail.kv.messages import Load
-from crossrail.kv.services.known_room import KnownRoom, Refusal
-from crossrail.kv.services.membership import Member, Membership
-from crossrail.kv.services.placement import Placement, weight
-from crossrail.kv.services.router_requests import Running
+from crossrail.kv.router.known_room import KnownRoom, Refusal
+from crossrail.kv.router.membership import Member, Membership
+from crossrail.kv.router.placement import Placement, weight
+from crossrail.kv.router.requests import Running
 
 _LOOK_S = 0.2  # for noticing what no event announces: that time is up
 _LAST_LOOK_S = 0.01  # for a request whose time is up, and that was not yet offered to all decoders that may have room

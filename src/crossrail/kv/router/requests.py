@@ -11,7 +11,7 @@ import numpy as np
 from crossrail._latest import Latest
 from crossrail.kv import messages as m
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.membership import Member
+from crossrail.kv.router.membership import Member
 
 _ENDS_KEPT = 16384
 _TIMELINES_KEPT = 256

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from crossrail.kv.messages import Role
-from crossrail.kv.services.router import Router
+from crossrail.kv.router.router import Router
 from crossrail.observe.durations import Durations
 from crossrail.observe.families import counter, gauge, histogram
 

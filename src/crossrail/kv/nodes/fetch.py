@@ -19,9 +19,9 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv import messages as m
-from crossrail.kv.services.options import NodeOptions
-from crossrail.kv.services.serving import PrefillerGone, Serving
-from crossrail.kv.services.watching import Watch, lost_before_arrival
+from crossrail.kv.nodes.serving import PrefillerGone, Serving
+from crossrail.kv.nodes.watching import Watch, lost_before_arrival
+from crossrail.kv.options import NodeOptions
 from crossrail.kv.transfer.layout import KvLayout
 from crossrail.kv.transfer.receiver import KvReceiver
 from crossrail.kv.transfer.reception import Reception

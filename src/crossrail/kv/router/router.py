@@ -30,18 +30,19 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest, Overloaded, Unavailable, UnknownModel
 from crossrail.kv.model import Tokens
-from crossrail.kv.services.absence import Absence
-from crossrail.kv.services.adoptions import Adopted, Adoptions
-from crossrail.kv.services.membership import Member, Membership, Roster, refuse
-from crossrail.kv.services.models_seen import ModelsSeen
-from crossrail.kv.services.offers import Offers
-from crossrail.kv.services.options import RouterOptions as RouterOptions
-from crossrail.kv.services.placement import Placement, prefix_names
-from crossrail.kv.services.redispatch import Redispatch, nobody_waits
-from crossrail.kv.services.router_requests import Chunk, Ends, Running
-from crossrail.kv.services.tracing import checked
-from crossrail.kv.services.underway import Underway
-from crossrail.kv.services.waiting import Waiting
+from crossrail.kv.options import RouterOptions as RouterOptions
+from crossrail.kv.refusal import refuse
+from crossrail.kv.router.absence import Absence
+from crossrail.kv.router.adoptions import Adopted, Adoptions
+from crossrail.kv.router.membership import Member, Membership, Roster
+from crossrail.kv.router.models_seen import ModelsSeen
+from crossrail.kv.router.offers import Offers
+from crossrail.kv.router.placement import Placement, prefix_names
+from crossrail.kv.router.redispatch import Redispatch, nobody_waits
+from crossrail.kv.router.requests import Chunk, Ends, Running
+from crossrail.kv.router.underway import Underway
+from crossrail.kv.router.waiting import Waiting
+from crossrail.kv.tracing import checked
 
 log = logging.getLogger("crossrail.kv")
 
@@ -181,7 +182,7 @@ class Router(AsyncClosing):
 
         model: which, None: that of any node; one that no node has had for queue_s is unknown. request: its name, None:
         a new one. timeout_s: how long it may take in total, at most the router's request_timeout_s.
-        traceparent: of the trace that spans of it belong to (crossrail.kv.services.tracing).
+        traceparent: of the trace that spans of it belong to (crossrail.kv.tracing).
         Raises UsageError, DuplicateRequest, UnknownModel, Overloaded, Unavailable; all before the first chunk.
         """
         check_timeout(timeout_s)

@@ -15,11 +15,11 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.model import Cache, Model, check_model
-from crossrail.kv.services.membership import refuse
-from crossrail.kv.services.model_watch import ModelWatch
-from crossrail.kv.services.options import NodeOptions as NodeOptions
-from crossrail.kv.services.router_link import FindRouter, RequestsOf, RouterLink
-from crossrail.kv.services.serving import Serving
+from crossrail.kv.nodes.model_watch import ModelWatch
+from crossrail.kv.nodes.router_link import FindRouter, RequestsOf, RouterLink
+from crossrail.kv.nodes.serving import Serving
+from crossrail.kv.options import NodeOptions as NodeOptions
+from crossrail.kv.refusal import refuse
 from crossrail.kv.transfer.memory import RankMemory
 from crossrail.kv.transfer.pages import PagePool, PageState
 
