@@ -44,7 +44,7 @@ def test_calls_on_sockets_that_fail_for_want_of_memory_cost_no_peer(transport: s
     library = driver_file().parents[1] / "sockets" / "libshort_kernel.so"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PEERS), str(library), transport],
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        env=os.environ | {"LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}"},  # after a sanitizer's
         capture_output=True,
         text=True,
         timeout=4 * WAIT_S,
