@@ -63,7 +63,7 @@ class Stage:
             return torch.full((memory.rows.nbytes,), _MARK, dtype=torch.uint8, device=subject.device)
 
         far: Any = SimpleNamespace(
-            memory=memory, bytes=marked(), reached={other: marked() for other in reached},
+            memory=memory, rows_bytes=marked(), reached={other: marked() for other in reached},
             private_rows=memory.bounds.private_rows,
             slot_at=lambda other: layout.far_index(RANK // dp_size, other) * memory.bounds.private_rows,
         )  # fmt: skip
