@@ -26,7 +26,6 @@ def coverage(arguments: list[str]) -> int:
         options = {
             "CMAKE_BUILD_TYPE": "",
             "CMAKE_CXX_FLAGS": f"-O1 {FLAGS}",
-            "CROSSRAIL_JOIN": "ON",
             "CROSSRAIL_NATIVE_TESTS": "ON",
             "CROSSRAIL_PCH": "OFF",
             **verbs_option(),
