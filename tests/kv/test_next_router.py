@@ -149,8 +149,8 @@ async def test_next_router_learns_of_all_that_ended_just_before(cluster: Cluster
     cluster.nodes["d0"]._told._keep_s = 10 * WAIT_S  # "just before", however slow this machine is
     names = [f"r{index}" for index in range(150)]
     short = m.Sampling(max_tokens=1)
-    for first in range(0, len(names), 15):  # few at once: how long others wait for room is not what this looks at
-        batch = names[first : first + 15]
+    for first in range(0, len(names), 5):  # few at once: how long others wait for room is not what this looks at
+        batch = names[first : first + 5]
         await asyncio.gather(*(cluster.complete(prompt_of(9, int(name[1:])), short, request=name) for name in batch))
     await quiet(cluster)
 
