@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _ON_A_GPU = "copy to the host first (tensor.cpu()), pinned if you like"
 _NOT_MOVED = "engines move memory of hosts and of NVIDIA's GPUs: copy to the host first (tensor.cpu())"
 
+_WRAPS = "register what it wraps (DTensor.to_local(), for example)"
+
 _CUDA_ARRAY = "buffer.__cuda_array_interface__"
 _T = TypeVar("_T")
 
@@ -141,7 +143,22 @@ def _of_torch(tensor: Any) -> Memory:
             "make buffer.resolve_conj().resolve_neg()"
         )
     nbytes = tensor.numel() * tensor.element_size()
-    return Memory(tensor.data_ptr(), nbytes, True, tensor, is_cuda=device == "cuda")
+    address, storage = _storage_of(tensor)
+    if address == 0 and nbytes > 0:
+        raise UsageError(f"buffer is a {type(tensor).__name__} without memory of its own: {_WRAPS}")
+    # The storage as well: assigning to tensor.data, as Module.to() does, gives the tensor another one.
+    return Memory(address, nbytes, True, (tensor, storage), is_cuda=device == "cuda")
+
+
+def _storage_of(tensor: Any) -> tuple[int, Any]:
+    """The address of the first element, 0 if there is none, and the storage that holds it."""
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # torch's fake tensors, which warn when asked for an address
+            return 0, storage
+        return tensor.data_ptr(), storage
+    except (RuntimeError, NotImplementedError) as error:  # in torch.vmap and the like
+        raise UsageError(f"buffer is a tensor without memory of its own: {error}") from None
 
 
 def _of_pair(pair: tuple[Any, ...]) -> Memory:

@@ -253,7 +253,8 @@ class Engine(_core.Engine):
 
         buffer: a numpy array, a torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`,
         or (address, nbytes). It must be C-contiguous and not empty. The region keeps it alive until it is closed,
-        unless it is a bare address.
+        unless it is a bare address. It cannot keep what resizes or replaces the storage of a torch tensor from freeing
+        its memory: FSDP's storage.resize_(), or share_memory_(), which torch.multiprocessing calls for what it sends.
         access: what peers may do: "local" (nothing), "read" or "write" (both). None: "write", or "read" if the buffer
         is read-only. The same memory may be registered several times; the regions are independent. With RDMA a
         "local" region within another open region costs nothing (docs/verbs.md). Memory of NVIDIA GPUs: RDMA NICs

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import crossrail as xr
 from tests.support.fake_gpu import FakeGpu
@@ -30,6 +31,46 @@ def test_tensor_with_gaps_is_refused(engine: xr.Engine) -> None:
 def test_tensor_whose_memory_has_other_values_is_refused(engine: xr.Engine, view: torch.Tensor) -> None:
     with pytest.raises(xr.UsageError, match=r"make buffer.resolve_conj\(\).resolve_neg\(\)"):
         engine.register(view)
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor around another one, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "_Wrapper":
+        wrapper: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined]
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_arguments: object) -> object:
+        raise NotImplementedError(func)
+
+
+def test_tensor_without_memory_of_its_own_is_refused(engine: xr.Engine) -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+
+    for tensor in (_Wrapper(torch.zeros(3)), fake, torch._efficientzerotensor((3,))):
+        with pytest.raises(xr.UsageError, match=r"buffer is a \w+ without memory of its own: register what"):
+            engine.register(tensor)
+    with pytest.raises(xr.UsageError, match=r"without memory of its own: Cannot access"):
+        torch.vmap(engine.register)(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_memory_of_a_tensor_that_was_given_other_memory_stays(engine: xr.Engine, of_module: bool) -> None:
+    module = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
+    before = module.weight.clone()
+    source = engine.register(module.weight)
+
+    if of_module:
+        module.to(torch.bfloat16)
+    else:
+        module.weight.data = torch.zeros(3)
+
+    target = engine.alloc(source.nbytes)
+    engine.submit_write(source, target.descriptor).wait(WAIT_S)
+    assert torch.equal(target.tensor("float32", (512, 512)), before)
 
 
 def test_tensor_that_requires_grad_can_be_registered(engine: xr.Engine) -> None:
