@@ -1,6 +1,5 @@
 #include "transport/open.h"
 
-#include <filesystem>
 #include <fstream>
 
 #include "transport/null/null_transport.h"
@@ -10,6 +9,7 @@
 #include "transport/sim/open.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/verbs/open.h"
+#include "util/directory.h"
 
 namespace crossrail {
 
@@ -20,11 +20,10 @@ constexpr const char* kEfa = "efa";
 
 // On machines without a device, libraries are not opened and libfabric is not asked, which would take a while.
 bool any_device(const char* vendor = nullptr) {
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(kDevices, error)) {
+  for (const std::string& name : names_in(kDevices)) {
     if (vendor == nullptr) return true;
     std::string found;
-    std::ifstream(entry.path() / "device" / "vendor") >> found;
+    std::ifstream(kDevices + ("/" + name) + "/device/vendor") >> found;
     if (found == vendor) return true;
   }
   return false;

@@ -10,12 +10,14 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <set>
 #include <span>
 #include <string_view>
 #include <tuple>
 #include <utility>
 
+#include "util/directory.h"
 #include "util/errors.h"
 
 namespace crossrail {
@@ -51,10 +53,7 @@ uint32_t speed_of(const std::string& netdev) {
 std::vector<std::string> lowers_of(const std::string& netdev) {
   static constexpr std::string_view kLower = "lower_";
   std::vector<std::string> lowers;
-  std::error_code none;  // a sandbox without /sys
-  for (std::filesystem::directory_iterator entry(directory_of(netdev), none), end; !none && entry != end;
-       entry.increment(none)) {
-    const std::string name = entry->path().filename();
+  for (const std::string& name : names_in(directory_of(netdev))) {
     if (name.starts_with(kLower)) lowers.push_back(name.substr(kLower.size()));
   }
   return lowers;
@@ -146,17 +145,17 @@ std::string list_text(const std::vector<HostAddress>& addresses) {
 }  // namespace
 
 std::vector<HostAddress> host_addresses() {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) throw_errno("getifaddrs", "cannot list the addresses of this host");
+  ifaddrs* first = nullptr;
+  if (getifaddrs(&first) != 0) throw_errno("getifaddrs", "cannot list the addresses of this host");
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> list(first, &freeifaddrs);
   const std::map<std::string, uint32_t> v6_flags = read_v6_flags();
   std::vector<HostAddress> found;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+  for (const ifaddrs* entry = list.get(); entry != nullptr; entry = entry->ifa_next) {
     if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) continue;
     const int family = entry->ifa_addr->sa_family;
     if ((family != AF_INET && family != AF_INET6) || is_link_local(ip_bytes(entry->ifa_addr))) continue;
     found.push_back(describe(*entry, v6_flags));
   }
-  freeifaddrs(list);
   return found;
 }
 

@@ -131,6 +131,23 @@ AWAIT = """
         print(refuse_each(lambda: loop.run_until_complete(asyncio.wait_for(written(), 10)), lambda: None))
 """
 
+OPEN = """
+        opened = []
+
+        def open_one():
+            opened.append(xr.Engine("c", **options))
+
+        def close_all():
+            while opened:
+                opened.pop().close()
+
+        print(refuse_each(open_one, close_all))
+        open_one()
+        close_all()
+    del a, b, source
+    assert descriptors() == before  # of what an engine had opened nothing is left
+"""
+
 DUMP = "        print(refuse_each(lambda: a.dump(), lambda: a.dump()))"
 
 LOOK = """
@@ -165,11 +182,26 @@ def refused_each(act: str, transport: str) -> int:
         (CLOSE, "tcp", 0),
         (AWAIT, "shm", 1),
         (AWAIT, "tcp", 1),
+        (OPEN, "shm", 50),
+        (OPEN, "tcp", 50),
         (DUMP, "shm", 1),
         (LOOK, "shm", 3),
         (LOOK, "tcp", 3),
     ],
-    ids=["alloc", "write", "watch", "count", "close", "await-shm", "await-tcp", "dump", "look-shm", "look-tcp"],
+    ids=[
+        "alloc",
+        "write",
+        "watch",
+        "count",
+        "close",
+        "await-shm",
+        "await-tcp",
+        "open-shm",
+        "open-tcp",
+        "dump",
+        "look-shm",
+        "look-tcp",
+    ],
 )
 def test_call_without_memory_for_it_leaves_everything_else_as_it_was(act: str, transport: str, least: int) -> None:
     assert refused_each(act, transport) >= least

@@ -7,9 +7,10 @@
 
 #include <charconv>
 #include <cstring>
-#include <filesystem>
 #include <optional>
 #include <span>
+
+#include "util/directory.h"
 
 namespace crossrail::ofi {
 
@@ -52,9 +53,7 @@ std::optional<ino_t> inode_of(int fd) {
 Strays::Strays(const Name& address) {
   const Name wanted = key_of(address);
   if (wanted.empty()) return;
-  std::error_code error;  // without /proc nothing is found
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    const std::string name = entry.path().filename();
+  for (const std::string& name : names_in("/proc/self/fd")) {  // without /proc nothing is found
     int fd = -1;
     std::from_chars(name.data(), name.data() + name.size(), fd);
     if (fd < 0 || local_key_of(fd) != wanted) continue;
