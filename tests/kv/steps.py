@@ -66,9 +66,12 @@ async def full_queue(
 ) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
     """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends.
 
-    options: of nodes, among them a limit that two prompts of 40 tokens reach.
+    options: of nodes, among them a limit that two prompts of 40 tokens reach. A prefiller that is full is not one that
+    is lost: however slow the machine is, it answers in time.
     """
-    cluster.node_options = replace(NODE, **options or {"queue_max": 2})
+    cluster.node_options = replace(
+        NODE, prefiller_timeout_s=WAIT_S, answer_timeout_s=WAIT_S, **options or {"queue_max": 2}
+    )
     await start(cluster)
     p0, goes_on = prefiller(cluster), asyncio.Event()
     run = p0.model.prefill

@@ -109,7 +109,7 @@ async def test_next_router_has_what_waits_for_a_full_prefiller_wait_on(cluster: 
         late = prompt_of(50, seed=4)
         client = asyncio.ensure_future(cluster.complete(late, GREEDY, request="late"))
         await until(lambda: cluster.router.counts["redispatched"] >= 1, "it has asked again")
-        cluster.router_options = replace(ROUTER, attempts_max=1)
+        cluster.router_options = replace(ROUTER, attempts_max=1, queue_s=2 * WAIT_S)
         router = await next_router(cluster)
         assert (await client)[1].detail == "the router is closing"
         await until(lambda: router.counts["redispatched"] >= 2, "it has asked the next one, twice")

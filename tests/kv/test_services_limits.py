@@ -108,7 +108,7 @@ async def test_prompts_that_nobody_wants_keep_no_place_in_the_queue(cluster: Clu
 
 
 async def test_prompt_waits_for_room_in_a_full_queue_however_often_it_asks(cluster: Cluster) -> None:
-    cluster.router.options = replace(ROUTER, attempts_max=1)
+    cluster.router.options = replace(ROUTER, attempts_max=1, queue_s=2 * WAIT_S)
     async with full_queue(cluster) as requests:
         late = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY))
         await until(lambda: cluster.router.counts["redispatched"] >= 2, "it has asked again, and again")
