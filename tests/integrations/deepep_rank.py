@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from crossrail.cli.child import answer_calls
 from crossrail.errors import CrossrailError
 from crossrail.integrations import deepep
 from crossrail.integrations.deepep import Buffer, Handle
-from crossrail.moe import AllToAll
+from crossrail.moe import AllToAll, PeerFailed
 from crossrail.moe.graph import GraphAllToAll
 from crossrail.moe.kernels import CpuKernels
+from crossrail.moe.links import notes
 from tests.moe.workloads import Workload
 
 _BLOCK = 128
@@ -26,6 +29,7 @@ class _Rank:
         """kind: of what a Buffer has on a GPU, or in host memory; either also does without a GPU."""
         deepep.AllToAll = {"AllToAll": AllToAll, "GraphAllToAll": GraphAllToAll}[kind]  # type: ignore[misc,assignment]
         torch.set_num_threads(1)
+        notes._MEND_S = 60.0  # a machine may take long between a refused call and the next one
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
         self.rank = rank
         self.buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True, timeout_s=60.0)
@@ -62,6 +66,55 @@ class _Rank:
         for each, combined, hook in hooks:
             hook()
             check_combined(each, self.rank, combined)
+
+    def fail_in(self, work: dict[str, Any], call: str) -> str:
+        """A round up to that call, of which an argument is refused here. The error; go_on() makes the call."""
+        workload = Workload.from_json(work)
+        sent = _Sent(workload, self.rank)
+        if call == "low_latency_dispatch":
+            return self.refused(call, dtype="float32")
+        self.received = self.dispatch(workload, sent)
+        y = experts(workload, self.rank, self.received[2].shape)
+        try:
+            self.buffer.low_latency_combine(y, sent.topk_idx, sent.weights.double(), self.received[2])
+        except CrossrailError as error:
+            return str(error)
+        return ""
+
+    def go_on(self, work: dict[str, Any], call: str) -> None:
+        workload = Workload.from_json(work)
+        sent = _Sent(workload, self.rank)
+        if call == "low_latency_dispatch":
+            self.received = self.dispatch(workload, sent)
+        self.combine(workload, sent, self.received)
+
+    def hear(self, work: dict[str, Any], call: str) -> str:
+        """A round in which another rank's call fails, and is made again later: what the hook that waits for it says."""
+        workload = Workload.from_json(work)
+        sent = _Sent(workload, self.rank)
+        self.received = self.dispatch(workload, sent, return_recv_hook=True)
+        self.hook = self.received[4]
+        if call == "low_latency_combine":
+            self.hook()
+            y = experts(workload, self.rank, self.received[2].shape)
+            self.combined, _, self.hook = self.buffer.low_latency_combine(
+                y, sent.topk_idx, sent.weights, self.received[2], return_recv_hook=True
+            )
+        try:
+            with _quick_to_hear():
+                self.hook()
+        except PeerFailed as error:
+            return f"rank {error.rank}, left: {error.has_left}: {error}"
+        return ""
+
+    def hear_on(self, work: dict[str, Any], call: str) -> None:
+        workload = Workload.from_json(work)
+        self.hook()
+        if call == "low_latency_dispatch":
+            check_received(workload, self.rank, self.received, fp8=True)
+            self.combine(workload, _Sent(workload, self.rank), self.received)
+        else:
+            check_combined(workload, self.rank, self.combined)
 
     def dispatch(self, work: Workload, sent: _Sent, **options: Any) -> Any:
         return self.buffer.low_latency_dispatch(sent.x, sent.topk_idx, work.max_tokens, work.experts, **options)
@@ -118,6 +171,15 @@ class _Rank:
         return list(inspect.signature(getattr(Buffer, call)).parameters)[1:]
 
 
+@contextlib.contextmanager
+def _quick_to_hear() -> Iterator[None]:
+    before, notes._MEND_S = notes._MEND_S, 0.2
+    try:
+        yield
+    finally:
+        notes._MEND_S = before
+
+
 class _Sent:
     """What one rank dispatches: rows in bfloat16."""
 
@@ -162,5 +224,8 @@ def check_combined(work: Workload, rank: int, combined: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     this = _Rank()
-    handlers = (this.open, this.close, this.round, this.overlapped, this.refused, this.parameters)
+    handlers = (
+        this.open, this.close, this.round, this.overlapped, this.refused, this.parameters, this.fail_in, this.go_on,
+        this.hear, this.hear_on,
+    )  # fmt: skip
     answer_calls({handler.__name__: handler for handler in handlers})

@@ -50,6 +50,25 @@ def test_fewer_tokens_than_there_may_be(ranks: Children, work: Workload) -> None
     ranks.all("round", DEADLINE_S, work=replace(work, tokens=(5, 0)).to_json())
 
 
+@pytest.mark.parametrize("call", ["low_latency_dispatch", "low_latency_combine"])
+def test_who_waits_for_a_rank_whose_call_was_refused_is_told_and_the_round_goes_on_once_it_is_mended(
+    ranks: Children, work: Workload, call: str
+) -> None:
+    common = {"work": work.to_json(), "call": call}
+    ranks.all("round", DEADLINE_S, work=work.to_json())
+    ranks[0].start("fail_in", **common)
+    ranks[1].start("hear", **common)
+    why = ranks[0].finish(DEADLINE_S)
+    heard = ranks[1].finish(DEADLINE_S)
+    assert "torch.float" in why
+    assert heard.startswith("rank 0, left: False: rank 0 ")
+    assert f"its {call} failed: UsageError: {why}. Nothing is lost: wait again" in heard
+    ranks[0].start("go_on", **common)
+    ranks[1].start("hear_on", **common)
+    for each in (ranks[0], ranks[1]):
+        each.finish(DEADLINE_S)
+
+
 @pytest.mark.parametrize(
     ("call", "options"),
     [

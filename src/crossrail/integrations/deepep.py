@@ -28,6 +28,7 @@ from crossrail._torch import uncompiled
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.config import Config
+from crossrail.moe.farewell import is_told_by
 from crossrail.moe.graph import GraphAllToAll, GraphDispatched
 from crossrail.moe.kernels import CpuKernels, Kernels
 from crossrail.moe.links.board import PARITIES, BoardLayout
@@ -87,6 +88,10 @@ class _Sizes(NamedTuple):
     top_k: int
     fp8: bool
     device: torch.device
+
+
+def _exchanges_of(buffer: Buffer) -> list[Any]:
+    return list(buffer._exchanges.values())
 
 
 class Buffer:
@@ -182,7 +187,7 @@ class Buffer:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: rounds are numbered, so nothing that an earlier one left is taken for a later one's."""
 
-    @uncompiled
+    @is_told_by(_exchanges_of)
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -242,7 +247,7 @@ class Buffer:
         received = recv_x if recv_scales is None else (recv_x, recv_scales)
         return received, recv_count, handle, Event(valid=async_finish), hook
 
-    @uncompiled
+    @is_told_by(_exchanges_of)
     def low_latency_combine(
         self,
         x: torch.Tensor,

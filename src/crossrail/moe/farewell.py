@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from crossrail import _core
@@ -78,37 +79,64 @@ class Caller(Protocol):
 
 
 C = TypeVar("C", bound=Caller)
+S = TypeVar("S")
 
 
-def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Decorates the calls of a round: those who wait for us are told if one has failed; and if we leave after that, its
-    failure is the reason. Unless a later one succeeded.
+@contextlib.contextmanager
+def telling(caller: Caller, name: str) -> Iterator[None]:
+    """Around a call of a round: those who wait for us are told if it has failed; and if we leave after that, its failure
+    is the reason. Unless a later one succeeded.
 
     UsageError while another thread is in one: both would write the same round.
     """
-    name = call.__name__
+    turn = caller._turn
+    if not turn.acquire(False):
+        raise UsageError(f"{name} while another thread is in a call of this AllToAll, which is for one at a time")
+    was_closed = caller._closed
+    try:
+        yield
+        caller._parting.call_succeeded()
+    except BaseException as error:
+        if caller._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
+            raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
+        caller._parting.call_failed(name, error)
+        caller._parting.tell_failure(name, error)
+        raise
+    finally:
+        turn.release()
+
+
+def is_told(call: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
+    """Decorates the calls of a round: see telling()."""
 
     @uncompiled
     @functools.wraps(call)
     def noted(self: C, /, *arguments: P.args, **options: P.kwargs) -> T:
-        turn = self._turn
-        if not turn.acquire(False):
-            raise UsageError(f"{name} while another thread is in a call of this AllToAll, which is for one at a time")
-        was_closed = self._closed
-        try:
-            result = call(self, *arguments, **options)
-            self._parting.call_succeeded()
-            return result
-        except BaseException as error:
-            if self._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
-                raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
-            self._parting.call_failed(name, error)
-            self._parting.tell_failure(name, error)
-            raise
-        finally:
-            turn.release()
+        with telling(self, call.__name__):
+            return call(self, *arguments, **options)
 
     return noted
+
+
+def is_told_by(
+    callers: Callable[[S], Iterable[Caller]],
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Decorates calls of an object that makes its rounds by others: of what it refuses by itself, too, their ranks are
+    told. callers: those of which it may be a call.
+    """
+
+    def decorated(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @uncompiled
+        @functools.wraps(call)
+        def noted(self: S, /, *arguments: P.args, **options: P.kwargs) -> T:
+            with contextlib.ExitStack() as all_of_them:
+                for caller in callers(self):
+                    all_of_them.enter_context(telling(caller, call.__name__))
+                return call(self, *arguments, **options)
+
+        return noted
+
+    return decorated
 
 
 def described(what: str, error: BaseException) -> str:

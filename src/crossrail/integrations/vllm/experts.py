@@ -18,7 +18,12 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched
+from crossrail.moe.farewell import is_told_by
 from crossrail.moe.graph import GraphAllToAll, GraphDispatched
+
+
+def _all_to_all_of(adapter: CrossrailPrepareAndFinalize) -> list[Any]:
+    return [adapter._all_to_all]
 
 
 class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -66,6 +71,7 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         hook()
         return receiver()
 
+    @is_told_by(_all_to_all_of)
     def prepare_async(
         self,
         a1: torch.Tensor,
@@ -112,6 +118,7 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         hook()
         receiver()
 
+    @is_told_by(_all_to_all_of)
     def finalize_async(
         self,
         output: torch.Tensor,
@@ -126,9 +133,11 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             raise UsageError(
                 f"{type(weight_and_reduce_impl).__name__}: weights are applied where rows are summed, here"
             )
-        dispatched = self._dispatched.pop(dbo_current_ubatch_id())
+        batch = dbo_current_ubatch_id()
+        dispatched = self._dispatched[batch]
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         self._all_to_all.combine_send(fused_expert_output.reshape(dispatched.x.shape), dispatched)
+        del self._dispatched[batch]
 
         def hook() -> None:
             self._all_to_all.combine_recv(dispatched, weights.float().contiguous(), out=output)
