@@ -103,15 +103,12 @@ class StreamProxyHandle {
     const WithoutGil no_gil;
     device::publish_round({gpu_, stream}, number, proxy.words(which), {table, count});
   }
-  void await(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count,
+  bool await(const std::string& word, uint64_t number, uint64_t stream, uint64_t table, uint64_t count,
              bool needs_words) const {
     moe::StreamProxy& proxy = get();
     const device::ToldWords told = proxy.told(told_of(word));
-    wait_without_gil([&] {
-      const device::RoundStream on{gpu_, stream};
-      const bool has_come = device::await_round(on, number, told, {table, count}, needs_words, interrupted);
-      return has_come ? WaitResult::kReady : WaitResult::kInterrupted;
-    });
+    const WithoutGil no_gil;
+    return device::await_round({gpu_, stream}, number, told, {table, count}, needs_words, [] { return true; });
   }
   bool tells_in_gpu() const { return get().tells_in_gpu(); }
   std::string why_pinned() const { return get().why_pinned(); }
@@ -120,6 +117,12 @@ class StreamProxyHandle {
     if (!failure) return nb::none();
     if (failure->error) std::rethrow_exception(failure->error);
     return nb::cast(std::move(*failure));
+  }
+  nb::list waits() const {
+    nb::list found;
+    for (const moe::StreamWait& wait : get().waits())
+      found.append(nb::make_tuple(step_name(wait.step), wait.round, wait.ranks));
+    return found;
   }
   void stop() const {
     moe::StreamProxy& proxy = get();
@@ -193,12 +196,15 @@ void register_moe_stream_proxy(nb::module_& module) {
       .def(
           "wait", &StreamProxyHandle::await, nb::arg("word"), nb::arg("number"), nb::arg("stream"),
           nb::arg("table") = 0, nb::arg("count") = 0, nb::arg("needs_words") = true,
-          "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and other ranks by signals.")
+          "Launches: until the thread has got there, 'rows', 'results', if it needs_words, and other ranks by signals. "
+          "Without a GPU it waits here, for 50 ms; False: not there yet, call it again.")
       .def_prop_ro("tells_in_gpu", &StreamProxyHandle::tells_in_gpu,
                    "Whether words that kernels wait for are in the memory of their GPU, by GDRCopy.")
       .def_prop_ro("why_pinned", &StreamProxyHandle::why_pinned, "Why they are in pinned memory; empty without a GPU.")
       .def("failure", &StreamProxyHandle::failure, nb::sig("def failure(self) -> StreamFailure | None"),
            "What ended the rounds. Raises what the thread met.")
+      .def("waits", &StreamProxyHandle::waits, nb::sig("def waits(self) -> list[tuple[str, int, list[int]]]"),
+           "Waits for other ranks that have lasted a while: of what step of which round, and whose part is missing.")
       .def(
           "set_timeout",
           [](const StreamProxyHandle& self, double timeout_s) {

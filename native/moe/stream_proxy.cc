@@ -114,6 +114,15 @@ std::optional<StreamFailure> StreamProxy::failure() const {
   return failure_;
 }
 
+std::vector<StreamWait> StreamProxy::waits() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<StreamWait> found;
+  for (const std::optional<StreamWait>& wait : waits_) {
+    if (wait) found.push_back(*wait);
+  }
+  return found;
+}
+
 void StreamProxy::fail(StreamFailure failure) {
   {
     const std::lock_guard lock(mutex_);
@@ -385,9 +394,23 @@ bool StreamProxy::take(Open& round, FarStep step, int64_t now) {
   const bool has_all = proxy_.take(step, wire(round.number));
   if (!has_all && !is_time_to_look(round, now)) return false;
   const FarOutcome outcome = proxy_.wait(step, wire(round.number), 0, {});
-  if (outcome.result == FarResult::kReady) return true;
-  check(round, step, outcome, now);
-  return false;
+  const bool is_ready = outcome.result == FarResult::kReady;
+  if (!is_ready || round.is_late) note_wait(round, step, !is_ready);
+  if (!is_ready) check(round, step, outcome, now);
+  return is_ready;
+}
+
+void StreamProxy::note_wait(Open& round, FarStep step, bool is_late) {
+  std::optional<StreamWait> wait;
+  if (is_late) {
+    wait = StreamWait{.step = step, .round = round.number, .ranks = {}};
+    for (const uint32_t rank : proxy_.far_ranks()) {
+      if (!proxy_.has_come_from(step, wire(round.number), rank)) wait->ranks.push_back(rank);
+    }
+  }
+  round.is_late = is_late;
+  const std::lock_guard lock(mutex_);
+  waits_[round.number % kParities] = std::move(wait);
 }
 
 bool StreamProxy::is_time_to_look(Open& round, int64_t now) {

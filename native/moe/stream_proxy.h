@@ -80,6 +80,13 @@ struct StreamFailure {
   std::exception_ptr error;     // or null
 };
 
+// What a round waits for, and the ranks of which some of that has not come yet.
+struct StreamWait {
+  FarStep step;
+  uint64_t round;
+  std::vector<uint32_t> ranks;
+};
+
 // Invariant: a round is in rounds_ from when its kRoutes is seen until nothing of it is in use: what it writes, what it
 // reads, its tables. Then kFree of the next round of its parity is published. Only after that does the GPU write to the
 // board for the next round, and does any rank write to our rows for it. Owner: the caller, also of all arguments, which
@@ -112,6 +119,8 @@ class StreamProxy {
   const std::string& why_pinned() const { return why_pinned_; }
   void set_timeout(int64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
   std::optional<StreamFailure> failure() const;
+  // Waits that have lasted for some milliseconds, as the thread found them when it last looked.
+  std::vector<StreamWait> waits() const;
   void stop();
   // Likewise, once no kernel that waits for it runs any more: gives back what it has of the GPU.
   void close();
@@ -129,6 +138,7 @@ class StreamProxy {
     uint64_t hash = 0;                   // of our routes
     int64_t since_ns = 0;                // the time at which we began to wait for others
     int64_t next_look_ns = 0;
+    bool is_late = false;             // its wait is in waits_
     std::optional<int64_t> asked_ns;  // the time at which we saw that the GPU waits for the end of this round
   };
 
@@ -147,6 +157,7 @@ class StreamProxy {
   bool take(Open& round, FarStep step, int64_t now);
   // As take(). Also tells the GPU as soon as it may go on, which may be before all has come.
   bool take_and_tell(Open& round, FarStep step, StreamWord word, int64_t now);
+  void note_wait(Open& round, FarStep step, bool is_late);
   bool is_time_to_look(Open& round, int64_t now);
   // Fails if the GPU waits for the next round of this parity, and our own part of this step does not come: the GPU
   // would wait for ever.
@@ -187,6 +198,7 @@ class StreamProxy {
   std::atomic<bool> stopping_{false};
   mutable std::mutex mutex_;  // guards what follows
   std::optional<StreamFailure> failure_;
+  std::array<std::optional<StreamWait>, kParities> waits_;
   std::mutex joining_;  // guards the end of the thread, which several may wait for
   std::thread thread_;
 };

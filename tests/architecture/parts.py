@@ -326,6 +326,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
             "capacity",
             "config",
             "countdown",
+            "errors",
             "experts",
             "farewell",
             "group",

@@ -248,7 +248,7 @@ def test_sums_are_right_or_nan_when_the_rounds_end_between_the_halves(
             part._thread.stop()
         part.combine_send(y, got)
         sums = torch.zeros((len(batches[rank].x), HIDDEN))
-        part._thread.wait("results", got.round.number, 0)
+        part._thread.wait("results", got.round.number, 0, lambda: None)
         part._steps.sum(sums, got.round.routes, got.round.weights, False, got.round.number)
         batch = batches[rank]
         wanted = expected_sums(batch) + np.where(batch.indices >= 0, batch.weights, 0).sum(axis=1)[:, None]

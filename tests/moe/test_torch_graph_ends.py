@@ -9,18 +9,20 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from crossrail.errors import UsageError, WaitTimeout
 from crossrail.moe import AllToAll, PeerFailed
-from crossrail.moe.graph import GraphAllToAll
-from tests.moe.batches import draw
+from crossrail.moe.graph import GraphAllToAll, GraphRound
+from tests.moe.batches import draw, expected_sums, expert_of_row, outputs
 from tests.moe.graph_rounds import given, made_of, whole_round
 from tests.moe.ranks import Ranks
+from tests.moe.test_rounds import first_expert
 from tests.moe.test_torch_gpu import BLOCK, CONFIG, EXPERTS, HIDDEN, TCP, TOKENS, TOP_K, batches_of
 from tests.moe.test_torch_graph import dispatch_and_check, until_it_ends
-from tests.support.limits import NEVER_S, WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S, never
 from tests.support.seeds import Seed
 
 
@@ -77,13 +79,12 @@ def test_who_leaves_a_with_block_by_an_error_of_its_own_says_which(engine: dict[
 
 
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
-def test_a_refused_call_is_told_to_ranks_whose_calls_wait_and_to_ranks_of_graphs_when_they_give_up(
+def test_a_refused_call_is_told_to_ranks_of_both_kinds_and_the_round_goes_on_once_it_is_mended(
     engine: dict[str, Any], seed: Seed
 ) -> None:
-    """The first and the last are GraphAllToAlls, the last is not patient."""
     batches = batches_of(seed.rng(), 3)
     config = CONFIG | {"private_tokens": TOKENS * TOP_K, "layout": "masked", "timeout_s": 100 * WAIT_S}
-    has_been_told = threading.Event()
+    all_are_told = threading.Barrier(3, timeout=WAIT_S)
 
     def make(engine: Any, group: Any, **config: Any) -> Any:
         if group.rank == 1:
@@ -91,26 +92,71 @@ def test_a_refused_call_is_told_to_ranks_whose_calls_wait_and_to_ranks_of_graphs
         return GraphAllToAll(engine, group, **config)
 
     def run(part: Any, rank: int) -> None:
-        why = r"rank 0 .* has not sent its dispatch of round 1.*: its dispatch_send failed: UsageError: indices has "
-        if rank == 0:
-            x, scales, indices, _ = given(part, batches[0])
-            with pytest.raises(UsageError, match="indices has shape"):
-                part.dispatch_send(x, scales, indices[1:])
-            assert has_been_told.wait(WAIT_S)
-        elif rank == 1:
-            batch = batches[1]
-            opened = part.dispatch_send(batch.x, batch.scales, batch.indices)
-            with pytest.raises(PeerFailed, match=why):
-                part.dispatch_recv(opened)
-            has_been_told.set()
+        batch = batches[rank]
+        if rank == 1:
+            arguments: Any = (batch.x, batch.scales, batch.indices, batch.weights)
         else:
-            assert has_been_told.wait(WAIT_S)
-            part.timeout_s = 2 * NEVER_S
-            with pytest.raises(WaitTimeout, match=why):
-                dispatch_and_check(part, batches[2])
+            arguments = given(part, batch)
+        if rank == 0:
+            x, scales, indices, weights = arguments
+            with pytest.raises(UsageError, match="indices has shape"):
+                part.dispatch(x, scales, indices[1:], weights)
+        else:
+            with pytest.raises(PeerFailed, match=told_of("dispatch", "indices has ")) as caught:
+                part.dispatch(*arguments)
+            assert not caught.value.has_left
+            assert "go on with it by dispatch_recv(open_rounds[-1])" in str(caught.value)
+        all_are_told.wait()
+        got = part.dispatch(*arguments) if rank == 0 else part.dispatch_recv(part.open_rounds[-1])
+        if rank == 1:
+            y: Any = outputs(got.x, expert_of_row(got.counts, got.offsets, first_expert(part), got.rows))
+        else:
+            y = made_of(part, got)
+        if rank == 0:
+            with pytest.raises(UsageError, match="y has shape"):
+                part.combine(y[1:], got)
+        else:
+            with pytest.raises(PeerFailed, match=told_of("combine", "y has ")) as caught:
+                part.combine(y, got)
+            assert str(caught.value).endswith("Our part is sent: go on by combine_recv(), not by combine()")
+        all_are_told.wait()
+        sums = part.combine(y, got) if rank == 0 else part.combine_recv(got)
+        assert np.array_equal(np.asarray(sums), expected_sums(batch))
+        assert part.open_rounds == ()
 
     with Ranks(3, engine, make, **config) as ranks:
-        ranks.each(run)
+        for _ in range(2):
+            ranks.each(run)
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_a_refused_call_is_told_by_check_once_and_again_by_the_wait_that_gives_up(
+    engine: dict[str, Any], seed: Seed
+) -> None:
+    batches = batches_of(seed.rng(), 3)
+    with Ranks(3, engine, GraphAllToAll, **CONFIG, timeout_s=100 * WAIT_S) as ranks:
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+        x, scales, indices, _ = given(ranks.parts[0], batches[0])
+        with pytest.raises(UsageError, match="indices has shape"):
+            ranks.parts[0].dispatch_send(x, scales, indices[1:])
+        part = ranks.parts[2]
+        part.check()  # which waits for nobody yet
+        opened = part.dispatch_send(*given(part, batches[2]))
+        with pytest.raises(PeerFailed, match=told_of("dispatch", "indices has ")):
+            until_it_ends(part)
+        never(part.check, "it is told again")  # which returns nothing
+        part.timeout_s = NEVER_S
+        with pytest.raises(WaitTimeout, match=told_of("dispatch", "indices has ")):
+            recv_and_check(part, opened)
+
+
+def recv_and_check(part: GraphAllToAll, opened: GraphRound) -> None:
+    part.dispatch_recv(opened)
+    part.check()
+
+
+def told_of(half: str, why: str) -> str:
+    return rf"rank 0 .* has not sent its {half} of round \d.*: its {half}(_send)? failed: UsageError: {why}"
 
 
 def go_on(part: GraphAllToAll, arguments: tuple[Any, ...]) -> None:

@@ -84,8 +84,8 @@ S = TypeVar("S")
 
 @contextlib.contextmanager
 def telling(caller: Caller, name: str) -> Iterator[None]:
-    """Around a call of a round: those who wait for us are told if it has failed; and if we leave after that, its failure
-    is the reason. Unless a later one succeeded.
+    """Around a call of a round: those who wait for us are told if it has failed; and if we leave after that, it is why.
+    Unless a later one succeeded.
 
     UsageError while another thread is in one: both would write the same round.
     """

@@ -63,13 +63,11 @@ class Parting:
         if outcome.result != "ready":
             raise self._final_error(outcome, half, timeout_s)
 
-    def check_notes(self, is_missing: Callable[[int], bool], half: str) -> None:
-        """PeerFailed if a call has failed on a rank whose part of that half is missing; once for each such call."""
-        note = self._notes.due(
-            lambda rank: is_missing(rank) and not link_of(self._near, self._far, rank).has_left(rank)
-        )
+    def check_notes(self, is_missing: Callable[[int], bool], half_of: Callable[[int], str]) -> None:
+        """PeerFailed if a call has failed on a rank whose part of a half is missing; once for each such call."""
+        note = self._notes.due(is_missing)
         if note is not None:
-            raise call_failed_error(note.rank, self._addresses[note.rank], half, note.words)
+            raise call_failed_error(note.rank, self._addresses[note.rank], half_of(note.rank), note.words)
 
     def error_of(self, outcome: Outcome, half: str, timeout_s: float) -> CrossrailError:
         """The error to raise after a wait that somebody else made."""

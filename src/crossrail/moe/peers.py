@@ -19,6 +19,7 @@ from crossrail.moe.config import Config
 from crossrail.moe.countdown import Countdown
 from crossrail.moe.group import Group
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout
+from crossrail.moe.links.either import link_of
 from crossrail.moe.links.far import Far
 from crossrail.moe.links.near import Near
 from crossrail.moe.links.node_sums import NodeSums
@@ -312,13 +313,17 @@ class Peers:
 
         look: waits so long.
         """
+
+        def is_to_come(rank: int) -> bool:
+            return is_missing(rank) and not link_of(self.near, self.far, rank).has_left(rank)
+
         left_s = timeout_s
         while True:
             slice_s = min(left_s, self._slice_s)
             outcome = look(slice_s)
             if outcome.result != "late":
                 break
-            self.parting.check_notes(is_missing, half)
+            self.parting.check_notes(is_to_come, lambda _rank: half)
             if slice_s == left_s:
                 break
             left_s -= slice_s

@@ -19,9 +19,10 @@ from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.moe.arrays import INDEX_TYPES
 from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
+from crossrail.moe.errors import PeerFailed, to_go_on_with
 from crossrail.moe.farewell import is_told
 from crossrail.moe.graph.explain import explained
-from crossrail.moe.graph.failures import found_failure
+from crossrail.moe.graph.failures import check_peers, found_failure
 from crossrail.moe.graph.kernels import GraphKernels
 from crossrail.moe.graph.posting import PostingThread
 from crossrail.moe.graph.rounds import GraphDispatched, GraphRound
@@ -61,9 +62,10 @@ class GraphAllToAll(Leaving):
     kernels: None: Triton's on a GPU, torch's own operations in host memory.
     Not supported: on_lost="mask", node_sums. Refused: engines with polling="manual".
 
-    Failures of other ranks are raised late: kernels then do nothing, all sums are NaN, and the next call, check() or
-    close() raises. This object is of no use after that. A wait for another rank fails after timeout_s. So does a wait
-    for our own older round whose place a new one takes.
+    A call that has failed on another rank, and may be made again there, is told by check(), and in host memory by the
+    half that waits. Other failures of ranks are raised late: kernels then do nothing, all sums are NaN, and the next
+    call, check() or close() raises. This object is of no use after that. A wait for another rank fails after timeout_s.
+    So does a wait for our own older round whose place a new one takes.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. Made, by all ranks at once; this
     compiles the kernels. Some are compiled later, at their first use with other types or alignments (tensors that do
@@ -113,6 +115,7 @@ class GraphAllToAll(Leaving):
         self._engine = engine
         self._timeout_s = timeout_s
         self._recent: deque[weakref.ref[GraphRound]] = deque(maxlen=_OPEN_MAX)
+        self._kept: GraphRound | None = None  # of a dispatch() that waits, or was cut short
         self._turn = threading.RLock()
         self._is_told = False  # the failure that ended the rounds was raised
         self._unseen: CrossrailError | None = None  # a failure that close() is to raise
@@ -154,8 +157,17 @@ class GraphAllToAll(Leaving):
     def dispatch(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> GraphDispatched:
-        """dispatch_send and dispatch_recv."""
-        return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
+        """dispatch_send and dispatch_recv.
+
+        If a PeerFailed says that the round is open, continue it with dispatch_recv(open_rounds[-1]): another dispatch()
+        would be another round.
+        """
+        self._kept = opened = self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens)
+        try:
+            return self.dispatch_recv(opened)
+        except PeerFailed as error:
+            go_on = f"{opened} is open: go on with it by dispatch_recv(open_rounds[-1]), not by dispatch()"
+            raise to_go_on_with(error, go_on) from None
 
     @is_told
     def dispatch_send(
@@ -170,7 +182,7 @@ class GraphAllToAll(Leaving):
         What is launched on this stream afterwards may write to the tensors. If a launch fails half way, the rounds have
         ended.
         """
-        self.check()
+        self._check_rounds()
         # A round that nobody holds any more may belong to a capture that was dropped. If it was real and has not ended,
         # the thread finds that.
         before = self._recent[0]() if len(self._recent) == _OPEN_MAX else None
@@ -218,13 +230,16 @@ class GraphAllToAll(Leaving):
 
     @is_told
     def dispatch_recv(self, opened: GraphRound) -> GraphDispatched:
-        """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors."""
+        """Waits, on the GPU, until all ranks have sent, and takes the rows of our experts into new tensors. In host
+        memory it may be called again after a PeerFailed that has_left=False.
+        """
         self._require(opened, Stage.SENT, "dispatch_recv")
         with self._tensors.launching(opened) as stream:
             opened.outputs = outputs = opened.outputs or self._steps.new_outputs()
-            self._thread.wait("rows", opened.number, stream)
+            self._thread.wait("rows", opened.number, stream, self._check_peers)
             self._steps.take(outputs, opened.number)
         opened.stage = Stage.RECEIVED
+        self._kept = None
         return GraphDispatched(*outputs, self._steps.room, opened)
 
     # ---- combine
@@ -234,10 +249,16 @@ class GraphAllToAll(Leaving):
         self, y: Any, dispatched: GraphDispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """combine_send and combine_recv."""
+        """combine_send and combine_recv. After a PeerFailed that has_left=False, continue with
+        combine_recv(dispatched).
+        """
         self._sums_given(_round_of(dispatched, "combine"), weights, out, accumulate)
         self.combine_send(y, dispatched)
-        return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+        try:
+            return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+        except PeerFailed as error:
+            go_on = "Our part is sent: go on by combine_recv(), not by combine()"
+            raise to_go_on_with(error, go_on) from None
 
     @uncompiled
     def check_combine(
@@ -266,12 +287,14 @@ class GraphAllToAll(Leaving):
         self, answered: GraphDispatched | GraphRound, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """Waits, on the GPU, until all ranks have returned, and sums: see AllToAll.combine_recv. Ends the round."""
+        """Waits, on the GPU, until all ranks have returned, and sums: see AllToAll.combine_recv. Ends the round. In
+        host memory it may be called again as dispatch_recv.
+        """
         opened = answered if isinstance(answered, GraphRound) else _round_of(answered, "combine_recv")
         self._require(opened, Stage.RETURNED, "combine_recv")
         sums, factors = self._sums_given(opened, weights, out, accumulate)
         with self._tensors.launching(opened) as stream:
-            self._thread.wait("results", opened.number, stream)
+            self._thread.wait("results", opened.number, stream, self._check_peers)
             self._steps.sum(sums, opened.routes, factors, bool(accumulate), opened.number)
             self._thread.publish("ended", opened.number, stream)
         opened.stage = Stage.ENDED
@@ -281,7 +304,15 @@ class GraphAllToAll(Leaving):
 
     @uncompiled
     def check(self) -> None:
-        """Raises the failure that has ended the rounds, if any: replays of graphs do not tell it. Cheap."""
+        """Raises the failure that has ended the rounds, if any: replays of graphs do not tell it. Cheap.
+
+        PeerFailed with has_left=False, once, if a call has failed on a rank that kernels have waited for since, and was
+        not made again for 0.2 s: the rounds go on if it is. So call it now and then while you wait for the device.
+        """
+        self._check_rounds()
+        self._check_peers()
+
+    def _check_rounds(self) -> None:
         check_usable("GraphAllToAll", self._closed, self._engine)
         failure = self._found_failure()
         if failure is not None:
@@ -293,6 +324,12 @@ class GraphAllToAll(Leaving):
                 raise failure
             finally:
                 del failure  # otherwise its traceback would keep itself and this object alive
+
+    @property
+    def open_rounds(self) -> tuple[GraphRound, ...]:
+        """Rounds that this rank has begun and not ended, and that somebody holds, the latest last."""
+        known = [one() for one in self._recent]
+        return tuple(one for one in known if one is not None and one.stage is not Stage.ENDED)
 
     @property
     def timeout_s(self) -> float:
@@ -345,8 +382,11 @@ class GraphAllToAll(Leaving):
 
     # ---- parts
 
+    def _check_peers(self) -> None:
+        check_peers(self._thread.proxy, self._peers)
+
     def _require(self, opened: GraphRound, stage: Stage, call: str) -> None:
-        self.check()
+        self._check_rounds()
         if not isinstance(opened, GraphRound):
             raise UsageError(f"{call} was given {type(opened).__name__}, must be of a GraphRound")
         if opened.owner is not self:

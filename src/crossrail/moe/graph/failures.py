@@ -1,4 +1,4 @@
-"""Turns what ended the rounds of a GraphAllToAll into the error to raise."""
+"""Turns what ended the rounds of a GraphAllToAll, or keeps them, into the error to raise."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ _HALVES = {
     "results": "combine of round {}",
     "sent": "part of round {}",
 }
+
+
+def check_peers(proxy: _core.moe.StreamProxy, peers: Peers) -> None:
+    """PeerFailed if a call has failed on a rank that the thread waits for; once for each such call."""
+    halves = {rank: _HALVES[step].format(number) for step, number, ranks in proxy.waits() for rank in ranks}
+    if halves:
+        peers.parting.check_notes(halves.__contains__, halves.__getitem__)
 
 
 def found_failure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,10 +70,13 @@ class PostingThread:
             sent = self._signals.sent[step]
             self.proxy.publish(word, number.data_ptr(), stream, sent.at, sent.count)
 
-    def wait(self, step: str, number: Any, stream: int) -> None:
-        """Launches: waits until all of this step has come."""
+    def wait(self, step: str, number: Any, stream: int, look: Callable[[], None]) -> None:
+        """Launches: waits until all of this step has come. Without a GPU it waits here, and calls look() meanwhile: if
+        that raises, the wait may be repeated.
+        """
         awaited, needs_words = self._signals.awaited[step], self._signals.needs_words[step]
-        self.proxy.wait(step, number.data_ptr(), stream, awaited.at, awaited.count, needs_words)
+        while not self.proxy.wait(step, number.data_ptr(), stream, awaited.at, awaited.count, needs_words):
+            look()
 
     def stop(self) -> None:
         """Ends it; nothing waits for it any more. Idempotent."""
