@@ -40,7 +40,7 @@ class EngineEvent:
 
 @dataclass(frozen=True)
 class PathExplanation:
-    """The path of bytes between one pair of kinds of memory. bytes: moved this way so far.
+    """The path of bytes between one pair of kinds of memory. bytes: moved this way so far, by writes and reads.
 
     gb_per_s: how fast, over tcp and RDMA waits for answers included, so that many short operations are slow; 0 until
     16 MiB were moved, as fewer tell how long it took to connect.

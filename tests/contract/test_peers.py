@@ -58,6 +58,15 @@ def test_mapped_target_is_written_without_a_private_path(pair: Pair) -> None:
     assert sum(path.bytes for path in used) >= 1_000_000
 
 
+def test_path_says_what_reads_moved(pair: Pair) -> None:
+    dst, src = pair.memory(1_000_000), pair.there.memory(1_000_000, "mapped")
+
+    for _ in range(3):
+        pair.here.submit_read(dst, src.descriptor).wait(WAIT_S)
+
+    assert sum(path.bytes for path in pair.here.explain(pair.there.address).paths) == 3_000_000
+
+
 @setups([(1, 1), (4, 4)], [memory for memory in PRIVATE if memory[:2] == ("private", "private")])
 def test_private_path_is_shown_with_its_reason(pair: Pair) -> None:
     expected = {"staged"} if pair.setup.private_path == "staged" else {"cross-memory-attach", "staged"}

@@ -205,8 +205,9 @@ struct OutChannel final : Connector::Owner {
   int64_t carried_ns = 0;
   bool was_vain = false;
   int outq_bytes = 0;  // kernel's send queue at the last look
-  uint64_t bytes_acked = 0;
+  uint64_t bytes_acked = 0;  // of writes
   uint64_t bytes_acked_at_opening = 0;
+  uint64_t bytes_read = 0;  // of reads that are done
   // Bytes delivered by this connection: those of completed operations and of read data, and of everything that we sent,
   // as the kernel reported at the last look, if there was a reason to look.
   uint64_t carried_bytes = 0;

@@ -382,6 +382,7 @@ bool OutStream::on_read_end(std::span<const std::byte> meta) {
   channel_->reads_bytes -= pending.request.length_bytes;
   channel_->note_done(paced_bytes(pending.request.length_bytes));
   if (is_done) {
+    channel_->bytes_read += pending.request.length_bytes;
     transport_->sink().on_over(link, link.pairs[channel_->pair()].rail, pending.request.context, 1,
                                pending.request.length_bytes);
   }

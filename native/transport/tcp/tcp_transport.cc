@@ -198,7 +198,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
       const OutChannel* channel = out.find(pair, lane);
       if (channel == nullptr) continue;
-      report.bytes += channel->bytes_acked;
+      report.bytes += channel->bytes_acked + channel->bytes_read;
       if (channel->is_open()) {
         is_open = true;
         const char* const cipher = channel->stream->connection()->cipher();
