@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.cli.text import seconds
+from crossrail.cli.option_types import seconds
 from crossrail.control import mailbox as mailbox_module
 from crossrail.control import seal
 from crossrail.control.deadlines import in_time

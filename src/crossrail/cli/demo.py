@@ -28,9 +28,10 @@ from crossrail.cli.child import Child
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.demo_plan import Segment, split_file
 from crossrail.cli.memory import check_memory
+from crossrail.cli.option_types import IntRange, size
 from crossrail.cli.source import SourceFile, default_file
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import format_bytes, format_count, gb_per_s, size
+from crossrail.cli.text import format_bytes, format_count, gb_per_s
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _STALL_TIMEOUT_S = 10.0
@@ -271,10 +272,8 @@ def _run(plan: Plan, console: Console) -> bool:
 
 @click.command("demo")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--rails", type=click.IntRange(1, 16), default=4, show_default=True, help="Rails of the writer.")
-@click.option(
-    "--receiver-rails", type=click.IntRange(1, 16), default=3, show_default=True, help="Rails of the receiver."
-)
+@click.option("--rails", type=IntRange(1, 16), default=4, show_default=True, help="Rails of the writer.")
+@click.option("--receiver-rails", type=IntRange(1, 16), default=3, show_default=True, help="Rails of the receiver.")
 @click.option("--page-bytes", type=size(1, 64 << 20), default="64K", show_default=True, help="Length of a page.")
 @click.option(
     "--pool-bytes",
@@ -284,10 +283,10 @@ def _run(plan: Plan, console: Console) -> bool:
     help="Length of the page pool. A larger file is sent in several pieces.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 100_000), help="Number of times the file is moved [default: for about 1.5 s]."
+    "--rounds", type=IntRange(1, 100_000), help="Number of times the file is moved [default: for about 1.5 s]."
 )
 @click.option("--private", is_flag=True, help="Receive into memory that the writer cannot map.")
-@click.option("--seed", type=click.IntRange(0), help="Seed of the shuffle [default: drawn].")
+@click.option("--seed", type=IntRange(0), help="Seed of the shuffle [default: drawn].")
 def command(
     file: Path | None,
     rails: int,

@@ -18,7 +18,7 @@ from crossrail._text import plain
 from crossrail.cli.background import background_console
 from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.json_output import is_alone, json_option, write_json
-from crossrail.cli.text import FloatRange
+from crossrail.cli.option_types import FloatRange
 from crossrail.doctor.host import Host
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.listen import Listener

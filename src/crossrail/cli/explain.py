@@ -6,9 +6,9 @@ import click
 
 import crossrail as xr
 from crossrail.cli.meeting import shared_secret
+from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
-from crossrail.cli.text import rails as rails_type
 from crossrail.cli.text import shown_lines
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from crossrail.cli.text import OutputFile, naming
+from crossrail.cli.option_types import OutputFile
+from crossrail.cli.text import naming
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _STANDARD_OUTPUT = Path("-")

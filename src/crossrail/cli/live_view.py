@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from crossrail.cli.option_types import seconds
 from crossrail.cli.tables import Screenful
-from crossrail.cli.text import seconds
 from crossrail.errors import CrossrailError
 
 patience_option = click.option(

@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -20,8 +19,8 @@ from click.shell_completion import CompletionItem
 from crossrail import _interrupt
 from crossrail._text import plain
 from crossrail.cli.group import say_what_is_meant
-from crossrail.cli.text import clipped, shown_lines
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.cli.text import clipped, said_of
+from crossrail.errors import UsageError
 
 # Exit codes: 0 done, 1 it failed, 2 wrong usage (click's own), 130 interrupted (128 + SIGINT, as shells have it).
 EXIT_USAGE = 2
@@ -177,39 +176,6 @@ class Complaint(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(self.message, file=file, err=True)
-
-
-def said_of(error: Exception) -> str:
-    """The message for a user. Peers choose their names, and so do files: none may carry terminal control sequences."""
-    return clipped(shown_lines(_words_of(error)))
-
-
-def _words_of(error: Exception) -> str:
-    if isinstance(error, CrossrailError):
-        more = "" if type(error) is CrossrailError else f" [more: crossrail error {error.error_code}]"
-        return f"error: {error}{more}"
-    if isinstance(error, OSError) and error.strerror:
-        advice = "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-        where = "" if error.filename is None else f"{error.filename}: "
-        if not where and error.errno == errno.ENOENT and _is_nowhere():
-            where, advice = "the current directory was removed: ", "; cd to one that is there"
-        return f"error: {where}{error.strerror}{advice}"
-    if isinstance(error, MemoryError):
-        why = "" if str(error) in ("", "std::bad_alloc") else f": {error}"
-        return f"error: out of memory{why}; free some, or raise the limit on address space (ulimit -v)"
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":  # Python's words for EAGAIN
-        return f"error: {error}; raise the limit on processes (ulimit -u, the container's pids limit)"
-    what = f"{type(error).__name__}: {error}"
-    return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
-
-
-def _is_nowhere() -> bool:
-    """Whether our working directory no longer exists. Errors caused by that name nothing."""
-    try:
-        Path.cwd()
-    except OSError:
-        return True
-    return False
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from crossrail._text import plain, rate_text
 from crossrail.cli import wire
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.meeting import shared_secret
+from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.source import SourceFile
 from crossrail.cli.text import format_bytes, gb_per_s
-from crossrail.cli.text import rails as rails_type
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _LOOK_PERIOD_S = 0.25

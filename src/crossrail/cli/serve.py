@@ -27,10 +27,11 @@ from crossrail.cli.background import background_console
 from crossrail.cli.console import text_column
 from crossrail.cli.inbox import FileRefused, Inbox, PartFile
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
+from crossrail.cli.option_types import FloatRange, IntRange
+from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.service import rails_behind, records_on_signal, tls_options
-from crossrail.cli.text import FloatRange, format_bytes, gb_per_s
-from crossrail.cli.text import rails as rails_type
+from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
 
@@ -448,7 +449,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
 @click.option("--once", is_flag=True, help="Exit after the first push, with code 1 if it was not stored or never came.")
 @click.option(
     "--listen",
-    type=click.IntRange(0, 65534),
+    type=IntRange(0, 65534),
     is_flag=False,
     flag_value=DEFAULT_PORT,
     metavar="[PORT]",
@@ -457,7 +458,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
 )
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @click.option(
-    "--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Maximum number of pushes at a time."
+    "--pushes", type=IntRange(1, 1024), default=16, show_default=True, help="Maximum number of pushes at a time."
 )
 @click.option(
     "--idle-timeout-s",

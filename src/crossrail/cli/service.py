@@ -17,7 +17,7 @@ import click
 import crossrail as xr
 from crossrail._files import SECRET_BYTES_MAX, read_at_most
 from crossrail._options import SECRET_VARIABLE
-from crossrail.cli.text import rails
+from crossrail.cli.option_types import rails
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
 

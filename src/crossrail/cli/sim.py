@@ -8,13 +8,7 @@ import click
 
 from crossrail.cli.group import body
 from crossrail.cli.json_output import json_option
-from crossrail.cli.text import OutputFile
-
-
-class _SeedRange(click.IntRange):
-    """For a value that is not a number, click reports an invalid `name`."""
-
-    name = "whole number"
+from crossrail.cli.option_types import IntRange, OutputFile
 
 
 @click.command("sim")
@@ -26,16 +20,16 @@ class _SeedRange(click.IntRange):
     help="Name of a scenario, `all`, or your own as MODULE:FUNCTION.",
 )
 @click.option("--list", "list_only", is_flag=True, help="List the scenarios and exit.")
-@click.option("--seed", type=_SeedRange(0, (1 << 63) - 1), help="Seed of the first run [default: a new one].")
+@click.option("--seed", type=IntRange(0, (1 << 63) - 1), help="Seed of the first run [default: a new one].")
 @click.option(
     "--runs",
-    type=click.IntRange(1, 1_000_000),
+    type=IntRange(1, 1_000_000),
     default=1,
     show_default=True,
     help="Number of runs, with the seeds SEED, SEED+1, ...",
 )
 @click.option(
-    "--jobs", type=click.IntRange(1, 1024), help="Runs at the same time, each in a process [default: one per core]."
+    "--jobs", type=IntRange(1, 1024), help="Runs at the same time, each in a process [default: one per core]."
 )
 @click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")
 @click.option(

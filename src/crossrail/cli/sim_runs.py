@@ -20,10 +20,9 @@ from rich.table import Table
 
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.json_output import is_alone, write_json
-from crossrail.cli.main import said_of
 from crossrail.cli.sim_players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import format_bytes, format_count, naming
+from crossrail.cli.text import format_bytes, format_count, naming, said_of
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.sim import timeline
 from crossrail.sim.scenarios import SCENARIOS, Outcome, Scenario, find

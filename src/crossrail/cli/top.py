@@ -18,7 +18,7 @@ from rich.text import Text
 from crossrail._text import plain
 from crossrail.cli.console import open_console
 from crossrail.cli.live_view import patience_option, show_live
-from crossrail.cli.text import FloatRange, url_of
+from crossrail.cli.option_types import FloatRange, url_of
 from crossrail.errors import UsageError
 from crossrail.observe.samples import Interval, Labels, Scrape, scrape
 

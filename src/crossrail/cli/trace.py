@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail.cli.console import in_one_piece, open_console
+from crossrail.cli.option_types import IntRange, OutputFile
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
 from crossrail.observe.chrome import ChromeTrace
@@ -49,7 +49,7 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
 )
 @click.option(
     "--last",
-    type=click.IntRange(min=1),
+    type=IntRange(min=1),
     help=f"Only the latest N events [default: {_LAST_SHOWN} in the table, all with --chrome].",
 )
 @click.option(

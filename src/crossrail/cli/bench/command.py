@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from crossrail.cli.bench.options import output_options
 from crossrail.cli.group import LazyGroup, body, say_what_is_meant
-from crossrail.cli.text import cpu_pair, size
+from crossrail.cli.option_types import IntRange, cpu_pair, size
 from crossrail.errors import UsageError
 
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -58,7 +58,7 @@ def _refuse_options(ctx: click.Context) -> None:
     "--only", multiple=True, metavar="NAME", help="Only measures whose names begin with this; may be repeated."
 )
 @click.option("--list", "list_only", is_flag=True, help="List the measures and exit.")
-@click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
+@click.option("--runs", type=IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
 @click.option("--quick", is_flag=True, help="A tenth of the work: for a first look, not for figures to quote.")
 @click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
 @click.option(

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from crossrail.cli.json_output import json_option
+from crossrail.cli.option_types import OutputFile
 from crossrail.cli.service import together
-from crossrail.cli.text import OutputFile
 
 
 def share(text: str) -> float:

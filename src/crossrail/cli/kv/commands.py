@@ -8,8 +8,8 @@ import click
 
 from crossrail.cli.group import body
 from crossrail.cli.json_output import json_option
+from crossrail.cli.option_types import FloatRange, IntRange, OutputFolder, seconds
 from crossrail.cli.service import Decorator, engine_options, together, transport_option
-from crossrail.cli.text import FloatRange, OutputFolder, seconds
 from crossrail.kv.options import NodeOptions, RouterOptions
 
 _TOKENS_MAX = 1 << 20  # what a router serves at most
@@ -21,7 +21,7 @@ service_options = together(
     engine_options,
     click.option(
         "--port",
-        type=click.IntRange(0, 65535),
+        type=IntRange(0, 65535),
         default=0,
         show_default=True,
         help="First port that the engine's TCP rails listen on; 0: any.",
@@ -59,9 +59,9 @@ def options_of(defaults: Any, **helps: str) -> Decorator:
     )
 
 
-def at_least_one() -> click.IntRange:
+def at_least_one() -> IntRange:
     """The type of a count."""
-    return click.IntRange(1, 1 << 30)
+    return IntRange(1, 1 << 30)
 
 
 _node_options = together(
@@ -83,9 +83,7 @@ _node_options = together(
         metavar="KEY=VALUE",
         help="Option of the model; may be repeated.",
     ),
-    click.option(
-        "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics on this port; 0: any."
-    ),
+    click.option("--metrics-port", type=IntRange(0, 65535), help="Serve the engine's metrics on this port; 0: any."),
     click.option(
         "--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host where metrics are served."
     ),
@@ -117,20 +115,18 @@ _node_options = together(
 @click.option("--prompt", help="The prompt; by default a sentence repeated up to --prompt-tokens.")
 @click.option(
     "--prompt-tokens",
-    type=click.IntRange(1, _TOKENS_MAX),
+    type=IntRange(1, _TOKENS_MAX),
     default=2000,
     show_default=True,
     help="Length of that prompt; with a checkpoint's tokenizer in characters.",
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True, help="Tokens to generate."
-)
+@click.option("--max-tokens", type=IntRange(1, _TOKENS_MAX), default=48, show_default=True, help="Tokens to generate.")
 @click.option(
     "--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="Sampling temperature; 0: greedy."
 )
-@click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True, help="Seed of sampling.")
-@click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True, help="Prefiller processes.")
-@click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True, help="Decoder processes.")
+@click.option("--seed", type=IntRange(0, _SEED_MAX), default=7, show_default=True, help="Seed of sampling.")
+@click.option("--prefillers", type=IntRange(1, 64), default=2, show_default=True, help="Prefiller processes.")
+@click.option("--decoders", type=IntRange(1, 64), default=1, show_default=True, help="Decoder processes.")
 @click.option(
     "--token-us",
     type=FloatRange(0, 1e6),
@@ -138,7 +134,7 @@ _node_options = together(
     show_default=True,
     help="How long the toy takes for a token in a layer.",
 )
-@click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
+@click.option("--tp", type=IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
 @transport_option()
 @click.option("--kill", "kills", is_flag=True, help="Kill the active prefiller in the middle of the prompt.")
 @click.option(
@@ -153,7 +149,7 @@ def demo(**options: Any) -> None:
 
 @click.command()
 @click.option(
-    "--layers", type=click.IntRange(1, 94), default=4, show_default=True, help="Layers of the model, which are alike."
+    "--layers", type=IntRange(1, 94), default=4, show_default=True, help="Layers of the model, which are alike."
 )
 @click.option("--seed", default=1, show_default=True, help="Seed of the simulated worlds.")
 @json_option("the figures")

@@ -9,6 +9,7 @@ import click
 from crossrail.cli.group import body
 from crossrail.cli.json_output import json_option
 from crossrail.cli.moe.published import CLUSTERS, TOKENS
+from crossrail.cli.option_types import IntRange
 
 
 @click.command()
@@ -24,13 +25,13 @@ from crossrail.cli.moe.published import CLUSTERS, TOKENS
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(1, 256),
+    type=IntRange(1, 256),
     multiple=True,
     help="GPUs, in nodes of 8; may be repeated [default: 8 to 64].",
 )
 @click.option(
     "--rounds",
-    type=click.IntRange(1, 100),
+    type=IntRange(1, 100),
     default=1,
     show_default=True,
     help="Rounds of each case, each with different routes.",

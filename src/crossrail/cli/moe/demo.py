@@ -19,6 +19,7 @@ from rich.table import Table
 from crossrail.cli.child import Child, Children
 from crossrail.cli.console import open_console
 from crossrail.cli.group import require
+from crossrail.cli.option_types import IntRange
 from crossrail.cli.service import check_transport, transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
@@ -33,9 +34,9 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @click.command()
-@click.option("--ranks", default=4, show_default=True, type=click.IntRange(1, 64), help="Processes, each with a share.")
-@click.option("--experts", default=14, show_default=True, type=click.IntRange(4, 1024), help="Experts of each layer.")
-@click.option("--tokens", default=48, show_default=True, type=click.IntRange(1, 4096), help="Tokens of each sequence.")
+@click.option("--ranks", default=4, show_default=True, type=IntRange(1, 64), help="Processes, each with a share.")
+@click.option("--experts", default=14, show_default=True, type=IntRange(4, 1024), help="Experts of each layer.")
+@click.option("--tokens", default=48, show_default=True, type=IntRange(1, 4096), help="Tokens of each sequence.")
 @click.option("--seed", default=1, show_default=True, help="Seed of weights and tokens.")
 @transport_option("shm")
 def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> None:

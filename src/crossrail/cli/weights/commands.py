@@ -12,8 +12,8 @@ import click
 from crossrail.cli.console import in_one_piece
 from crossrail.cli.group import body
 from crossrail.cli.json_output import json_option
+from crossrail.cli.option_types import IntRange, OutputFile, seconds, size
 from crossrail.cli.service import Decorator, engine_options, records_on_signal, together, transport_option
-from crossrail.cli.text import OutputFile, seconds, size
 from crossrail.cli.weights.rl_options import RlOptions
 
 READERS_MAX = 1 << 16  # of a checkpoint, as in crossrail.weights.inventory.checkpoint
@@ -31,7 +31,7 @@ SWEPT: Mapping[str, tuple[float, ...]] = {
     "slow-link": (1.0, 1.5, 2.0, 3.0, 4.0, 8.0),
 }
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_ranks = click.IntRange(max=1 << 16)  # each takes its time to describe
+_ranks = IntRange(max=1 << 16)  # each takes its time to describe
 
 cluster_options = together(
     click.option("--trainers", type=_ranks, help="Number of trainers [default: as published for the model]."),
@@ -40,12 +40,12 @@ cluster_options = together(
     click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
     click.option("--dense-shard", type=int, help="Ranks over which all other parameters are sharded."),
     click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
-    click.option("--layers", type=click.IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
+    click.option("--layers", type=IntRange(1, 1000), help="Number of layers [default: all of the model's]."),
 )
 
 
 def _number(name: str, default: int, least: int, most: int | None, words: str) -> Decorator:
-    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=words)
+    return click.option(name, type=IntRange(least, most), default=default, show_default=True, help=words)
 
 
 def _seconds(name: str, words: str) -> Decorator:

@@ -22,8 +22,9 @@ import crossrail as xr
 from crossrail._text import rate_text
 from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
+from crossrail.cli.option_types import RAILS_MAX
 from crossrail.cli.service import read_secret
-from crossrail.cli.text import RAILS_MAX, format_bytes, format_count, gb_per_s, naming
+from crossrail.cli.text import format_bytes, format_count, gb_per_s, naming
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire

@@ -28,9 +28,9 @@ from crossrail.cli.bench.spec import Result
 from crossrail.cli.console import open_console, text_column
 from crossrail.cli.json_output import is_alone
 from crossrail.cli.meeting import ask
+from crossrail.cli.option_types import FloatRange, IntRange, cpu_list, size
+from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.service import secret_of, transport_option
-from crossrail.cli.text import FloatRange, cpu_list, size
-from crossrail.cli.text import rails as rails_type
 
 _WELCOME_S = 60.0
 _SIZE_MIN, _SIZE_MAX = 8, 1 << 30
@@ -76,7 +76,7 @@ def windows(text: str) -> tuple[int, ...]:
 )
 @click.option(
     "--processes",
-    type=click.IntRange(1, wire.PROCESSES_MAX),
+    type=IntRange(1, wire.PROCESSES_MAX),
     default=1,
     show_default=True,
     help="Workers on each side.",
@@ -85,7 +85,7 @@ def windows(text: str) -> tuple[int, ...]:
 @click.option(
     "--warmup", type=FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before the runs, not counted."
 )
-@click.option("--runs", type=click.IntRange(1, 1000), default=7, show_default=True, help="Runs of each point.")
+@click.option("--runs", type=IntRange(1, 1000), default=7, show_default=True, help="Runs of each point.")
 @click.option(
     "--memory",
     type=size(1 << 20, 1 << 40),

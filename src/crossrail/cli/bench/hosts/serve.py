@@ -25,9 +25,10 @@ from crossrail.cli.bench.hosts.places import DEFAULT_PORT, MeetingThread, bind_p
 from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
+from crossrail.cli.option_types import IntRange, cpu_list, size
+from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.service import name_of_host, rails_behind, records_on_signal, secret_of, transport_option
-from crossrail.cli.text import cpu_list, format_bytes, format_count, size
-from crossrail.cli.text import rails as rails_type
+from crossrail.cli.text import format_bytes, format_count
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _MEET_S = 60.0
@@ -281,7 +282,7 @@ def _orderly_end() -> Iterator[None]:
 @click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers, assigned in turn.")
 @click.option(
     "--processes-max",
-    type=click.IntRange(1, wire.PROCESSES_MAX),
+    type=IntRange(1, wire.PROCESSES_MAX),
     default=16,
     show_default=True,
     help="Maximum number of workers of a run.",

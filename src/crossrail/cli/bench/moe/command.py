@@ -26,6 +26,7 @@ from crossrail.cli.bench.spec import Bar, Line, Result, Sample
 from crossrail.cli.console import open_console
 from crossrail.cli.json_output import is_alone
 from crossrail.cli.memory import check_memory
+from crossrail.cli.option_types import IntRange
 from crossrail.errors import CrossrailError, UsageError
 
 _STEPS = ("dispatch", "combine")
@@ -63,7 +64,7 @@ class _Options:
     "--ranks",
     "counts",
     multiple=True,
-    type=click.IntRange(1, 64),
+    type=IntRange(1, 64),
     help="Number of ranks; may be repeated [default: 2 and 4].",
 )
 @click.option(
@@ -71,7 +72,7 @@ class _Options:
     type=click.Choice(["auto", "shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
     help="Transport of the ranks' engines [default: shm].",
 )
-@click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
+@click.option("--runs", type=IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: for a first look, not for figures to quote.")
 @click.option("--no-gloo", is_flag=True, help="Leave out torch.distributed, as if torch were not installed.")
 @click.option("--no-mpi", is_flag=True, help="Leave out MPI, as if mpi4py or mpiexec were not installed.")

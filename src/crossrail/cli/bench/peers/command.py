@@ -18,8 +18,8 @@ from crossrail.cli.bench.peers.work import shapes
 from crossrail.cli.console import open_console
 from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.memory import check_memory
+from crossrail.cli.option_types import FloatRange, IntRange, OutputFile, cpu_pair, size
 from crossrail.cli.tables import Fitted
-from crossrail.cli.text import FloatRange, OutputFile, cpu_pair, size
 
 _BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
@@ -35,7 +35,7 @@ _POOL_BYTES_MIN = 64 << 20
 @click.option(
     "--list", "list_only", is_flag=True, help="List which are installed and how to install the others, and exit."
 )
-@click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
+@click.option("--runs", type=IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
 @click.option("--quick", is_flag=True, help="A quarter of the work: for a first look, not for figures to quote.")
 @json_option("all samples")
 @click.option("--markdown", "markdown_path", type=OutputFile(), help="Write the tables of figures to this file.")
