@@ -131,9 +131,10 @@ class Side:
     def sender(self, room: int, *, is_sent_here: bool = False) -> Any:
         return self.conn.CrossrailKVSender(self.manager, self.address, room, is_sent_here)
 
-    def receiver(self, room: int, dp_rank: int = 0) -> Any:
+    def receiver(self, room: int, dp_rank: int = 0, prompt: Any = None) -> Any:
         eventually(lambda: self.manager.try_ensure_parallel_info(self.address), "the prefiller is known")
         receiver = self.conn.CrossrailKVReceiver(self.manager, self.address, room)
+        receiver.prompt = prompt
         receiver.init(dp_rank)
         return receiver
 

@@ -6,12 +6,14 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang.srt.disaggregation.base.conn as base
+import torch
 
-from crossrail.integrations.sglang import conn, front
+from crossrail.integrations.sglang import conn, front, prompts
 from tests.sglang.conftest import stand_in
 
 # By what SGLang's schedulers call them, and which of our classes it is.
@@ -158,3 +160,46 @@ def test_the_most_top_logprobs_are_as_many_as_sglang_has_room_for() -> None:
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
     assert inspect.signature(MetadataBuffers).parameters["max_top_logprobs_num"].default == front.TOP_LOGPROBS_MAX
+
+
+@pytest.mark.parametrize("mode", prompts.QUEUES)
+def test_the_methods_by_which_prompts_are_known_are_there(mode: str) -> None:
+    """In the text: the modules themselves want a GPU's packages."""
+    module, method = prompts.QUEUES[mode]
+    kind, name = method.split(".")
+    source = Path(base.__file__).parents[3].joinpath(*module.split(".")[1:]).with_suffix(".py").read_text()
+    found = [
+        function
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == kind
+        for function in node.body
+        if isinstance(function, ast.FunctionDef) and function.name == name
+    ]
+    assert [[argument.arg for argument in function.args.args[:2]] for function in found] == [["self", "req"]]
+
+
+def test_adapters_as_sglang_holds_them_are_told_apart() -> None:
+    from sglang.srt.lora.lora import LoRAAdapter
+
+    def loaded(seed: int) -> Any:
+        drawn, heads = torch.Generator().manual_seed(seed), {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+        shapes = {f"{name}.lora_A.weight": (2, 16) for name in heads}
+        shapes |= {f"{name}.lora_B.weight": (rows, 2) for name, rows in heads.items()}
+        hf_config = {"peft_type": "LORA"}
+        config = SimpleNamespace(hf_config=hf_config, lora_alpha=4, r=2, target_modules=list(heads))
+        adapter = LoRAAdapter("id", config, SimpleNamespace(num_hidden_layers=1), None, None)
+        adapter.initialize_weights_from_tensors(
+            {f"model.layers.0.self_attn.{name}": torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+        )
+        return adapter
+
+    assert prompts._digest_of(loaded(1)) == prompts._digest_of(loaded(1)) != prompts._digest_of(loaded(2))
+    assert [name for name, _ in prompts._tensors_of(loaded(1))] == [
+        f"model.layers.0.self_attn.qkv_proj.lora_{part}.weight" for part in "AB"
+    ]
+
+
+def test_where_sglang_keeps_its_adapters() -> None:
+    source = (Path(base.__file__).parents[2] / "lora" / "lora_manager.py").read_text()
+    assert "self.loras[lora_ref.lora_id] = lora_adapter" in source
+    assert "self.lora_refs[lora_ref.lora_id] = lora_ref" in source

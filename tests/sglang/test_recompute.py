@@ -131,7 +131,7 @@ def test_a_bootstrap_server_that_is_gone_fails_the_request(p: Side, d: Side, ser
     assert "its KV was not computed again: nobody listens at" in failure(receiver).failure_reason
 
 
-@pytest.mark.parametrize("has", ["lora_id", "multimodal_inputs", "input_embeds"])
+@pytest.mark.parametrize("has", ["lora_id", "multimodal_inputs", "input_embeds", "positional_embed_overrides"])
 def test_kv_that_depends_on_more_than_its_tokens_is_not_computed_without_it(
     p: Side, d: Side, requests: Requests, has: str
 ) -> None:

@@ -135,6 +135,15 @@ def test_a_half_that_never_comes_to_the_prefill_server_is_not_waited_for(fleet: 
     expect(fleet, 519)
 
 
+def test_halves_of_two_requests_in_one_room_fail(fleet: Fleet) -> None:
+    """Both as long: nothing but their tokens tells them apart."""
+    where = fleet.room()
+    asked = [Asked(one, prompt(seed, 50), **where) for one, seed in ((fleet.p, 524), (fleet.d, 525))]
+    for half in asked:
+        assert "the decoder's prompt has other tokens than the one prefilled here" in half.result()
+    expect(fleet, 526)
+
+
 def _aborted(server: Server, request: Asked, rid: str) -> bool:
     server.post("abort_request", {"rid": rid})  # what is not there yet is not aborted: again
     return not request.is_alive()

@@ -42,6 +42,7 @@ from crossrail.integrations.sglang.manager import RELEASED, Manager, Place, Pref
 from crossrail.integrations.sglang.memory import Model, is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.prefill import Room
+from crossrail.integrations.sglang.prompts import Adapters, Prompt, watch_queue
 from crossrail.integrations.sglang.recompute import OwnServer, refused, why_not
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room
 
@@ -189,6 +190,8 @@ class CrossrailKVManager(BaseKVManager):
                 f"--tokenizer-worker-num={workers} must be 1: SGLang loads no plug-ins in tokenizer workers, which end "
                 "at a backend that they do not know, again and again"
             )
+        self.adapters = Adapters()
+        watch_queue(mode)
         if mode == "decode":
             hook_around("sglang.srt.managers.schedule_batch", "Req.build_rebootstrap_payload", payload_of)
         self._place = place_of(mode, server_args)
@@ -239,6 +242,7 @@ class _Failing:
 
     bootstrap_room: int | None
     kv_mgr: CrossrailKVManager
+    prompt: Prompt | None = None  # of the request, told as soon as this was made
 
     def _hold(self, progress: Progress) -> None:
         self.kv_mgr.core.node.hold_until(progress.quiet, f"room {self.bootstrap_room}")
@@ -284,7 +288,7 @@ class CrossrailKVSender(_Failing, BaseKVSender):
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._pages, self.aux_index = num_kv_indices, aux_index
-        self._node.soon(self._prefiller.set_pages, self._room, num_kv_indices)
+        self._node.soon(self._prefiller.set_pages, self._room, num_kv_indices, self.prompt)
 
     def send(
         self,
@@ -392,7 +396,8 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
             ranks = f"{len(info.instances)} ranks of data parallelism"
             self._fail_here(f"disagg_prefill_dp_rank={prefill_dp_rank}: the prefill server has {ranks}")
             return
-        self._pull = self._node.call(self._decoder.open(self.bootstrap_room, info.instances[prefill_dp_rank]))
+        instance = info.instances[prefill_dp_rank]
+        self._pull = self._node.call(self._decoder.open(self.bootstrap_room, instance, self.prompt))
         self._progress = self._pull.progress
 
     def send_metadata(

@@ -27,6 +27,7 @@ from crossrail.integrations.instance import Instance, Worker, engine_name, misma
 from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
 from crossrail.integrations.sglang.messages import Aux, Destination, GivenUp, Wanted
 from crossrail.integrations.sglang.node import RankNode
+from crossrail.integrations.sglang.prompts import Prompt
 from crossrail.integrations.sglang.state import Poll, Progress, wanted_twice
 from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
 from crossrail.kv import messages as m
@@ -48,6 +49,7 @@ class Pull:
     room: int
     instance: Instance
     attempt: int
+    prompt: Prompt | None = None
     progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     rows: list[bytes] | None = None
@@ -99,11 +101,11 @@ class DecodeSide:
 
     # ---- what SGLang says
 
-    async def open(self, room: int, instance: Instance) -> Pull:
+    async def open(self, room: int, instance: Instance, prompt: Prompt | None = None) -> Pull:
         """A second of a room fails at once, and so does the first: here, where the reason is known. The prefiller would
         say so too, unless its client hangs up before.
         """
-        pull = Pull(room, instance, (next(self._attempts) - 1) % (_ATTEMPTS - 1) + 1)
+        pull = Pull(room, instance, (next(self._attempts) - 1) % (_ATTEMPTS - 1) + 1, prompt)
         others = [
             one
             for one in self._pulls.values()
@@ -197,7 +199,7 @@ class DecodeSide:
         target = reception.dispatch(theirs, pull.instance.writer)
         try:
             load_s = self._node.options.load_s
-            question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
+            question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens, pull.prompt)
             self._asker.try_anew(pull.instance)
             pull.is_asked = True
             await self._dispatch(pull, question)

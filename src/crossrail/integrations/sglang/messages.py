@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from crossrail.control.language import Language
 from crossrail.control.mailbox import RESEND_S, Mailbox
 from crossrail.control.wire import Wire
+from crossrail.integrations.sglang.prompts import Prompt
 from crossrail.kv import messages as m
 
 AUX_BYTES_MAX = 4 << 20  # of all rows of one request
@@ -31,7 +32,8 @@ class Destination(Struct, frozen=True, tag=True):
     """A decoder's rank has pages for its part of a room. ticket: KvTarget.to_wire(), pages behind the known prefix.
 
     request: of instance.rank_name. attempt: which of the decoder's requests of that room it is. Answered by Dispatched
-    or DispatchRefused. prefix_tokens: which the decoder has: the prefiller begins behind them.
+    or DispatchRefused. prefix_tokens: which the decoder has: the prefiller begins behind them. prompt: what it takes
+    the request for, if it knows.
     """
 
     request: m.Name
@@ -39,6 +41,7 @@ class Destination(Struct, frozen=True, tag=True):
     ticket: m.Plain
     timeout_s: m.Seconds
     prefix_tokens: m.Index = 0
+    prompt: Prompt | None = None
 
 
 class Aux(Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from crossrail.integrations.sglang.halves import OVERDUE_MAX, Overdue, Refused
 from crossrail.integrations.sglang.memory import AuxRows
 from crossrail.integrations.sglang.messages import Aux, Destination, GivenUp, Wanted
 from crossrail.integrations.sglang.node import RankNode
+from crossrail.integrations.sglang.prompts import Prompt, differ
 from crossrail.integrations.sglang.state import Poll, Progress, unusable_room, wanted_twice
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
@@ -53,6 +54,7 @@ class _Ask:
     decoder: bytes
     target: KvTarget
     prefix_tokens: int
+    prompt: Prompt | None
     deadline_at_s: float
     begun_s: float
     job: SendJob | None = None
@@ -90,6 +92,7 @@ class Room:
     progress: Progress = field(default_factory=Progress)
     asks: dict[Key, _Ask] = field(default_factory=dict)
     pages: npt.NDArray[np.uint32] | None = None
+    prompt: Prompt | None = None
     sent: int = 0
     posted: int = 0
     is_complete: bool = False
@@ -199,9 +202,11 @@ class PrefillSide:
         rooms = dict.fromkeys(_number_of(key[1]) for since_s, key in sorted(waiting) if since_s < until_s)
         return Overdue([room for room in rooms if room not in self._opened][:OVERDUE_MAX], after_s)
 
-    def set_pages(self, room: Room, count: int) -> None:
-        """How many pages there will be in all. When all ranks of the decoder have asked; what has ended stays so."""
-        room.pages = np.full(count, NOT_YET, np.uint32)
+    def set_pages(self, room: Room, count: int, prompt: Prompt | None = None) -> None:
+        """How many pages there will be in all, and of what. When all ranks of the decoder have asked; what has ended
+        stays so.
+        """
+        room.pages, room.prompt = np.full(count, NOT_YET, np.uint32), prompt
         for ask in list(room.asks.values()):
             self._begin(room, ask)
 
@@ -254,6 +259,8 @@ class PrefillSide:
             if ask.target.tokens != tokens:
                 wanted = self.layout.pages_of(ask.target.tokens)
                 raise UsageError(f"the decoder has {wanted} pages for it, {len(room.pages)} are to be sent")
+            if why := differ(ask.prompt, room.prompt):
+                raise UsageError(why)
             lease = foreign_lease(ask.target.request, room.pages, self.layout.page_tokens)
             ask.job = self._sender.open(ask.target, lease)
         except CrossrailError as error:
@@ -386,7 +393,7 @@ class PrefillSide:
             return m.Dispatched(*answer)
         now_s = loop_time_s()
         begun_s = awaited.since_s if awaited is not None else now_s
-        ask = _Ask(key, sender, target, asked.prefix_tokens, now_s + asked.timeout_s + _GRACE_S, begun_s)
+        ask = _Ask(key, sender, target, asked.prefix_tokens, asked.prompt, now_s + asked.timeout_s + _GRACE_S, begun_s)
         if room is None:
             if len(self._early) >= _EARLY_MAX:
                 return m.DispatchRefused(*answer, f"{_EARLY_MAX} requests wait here that nobody prefills")

@@ -121,6 +121,7 @@ def why_not(request: Any) -> str:
         ("lora_id", "a LoRA adapter"),
         ("multimodal_inputs", "images or other media"),
         ("input_embeds", "embeddings instead of tokens"),
+        ("positional_embed_overrides", "embeddings instead of some of its tokens"),
     ):
         if getattr(request, name, None) is not None:
             return f"it has {what}, which SGLang does not send to the prefill server again"
