@@ -220,7 +220,8 @@ def failure(one: Any) -> Any:
 
 
 def model_config(entries: dict[str, Any], dtype: str) -> Any:
-    return SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: entries), dtype=dtype)
+    config = SimpleNamespace(to_dict=lambda: entries)
+    return SimpleNamespace(hf_text_config=config, hf_config=config, dtype=dtype)
 
 
 def _piece(text: str, plane: int, page: int, head: int) -> npt.NDArray[np.uint8]:

@@ -58,6 +58,36 @@ def test_scales_that_differ_do_not_match(open_side: Open, p: Side, tmp_path: Pat
     receiver = d.receiver(1)
     ask(receiver)
     until(FAILED, receiver)
-    assert "cache scales: producer of the weights, decoder " in failure(receiver).failure_reason
+    assert "cache scales: producer none, decoder " in failure(receiver).failure_reason
     with pytest.raises(UsageError, match="--quantization-param-path="):
         open_side("decode", server_args={"quantization_param_path": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize(
+    ("quantized", "dtype", "is_refused"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "dynamic": False}}, "fp8_e4m3", True),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8_e4m3", True),
+        ({"kv_cache_scheme": None, "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, "fp8_e4m3", False),
+        ({"kv_cache_scheme": {"num_bits": 8, "dynamic": False}}, "bf16", False),
+    ],
+)
+def test_scales_that_only_one_sides_weights_have_do_not_match(
+    open_side: Open, quantized: dict[str, Any], dtype: str, is_refused: bool
+) -> None:
+    """A quantized checkpoint on one side: only those with scales of the KV cache make another one of float8."""
+    p = open_side("prefill", kv_cache_dtype_str=dtype, model={"quantization_config": quantized})
+    d = open_side("decode", kv_cache_dtype_str=dtype)
+    if not is_refused:
+        hand_over(p, d, "the same")
+        return
+    receiver = d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver)
+    assert "decoder of the weights, which have none" in failure(receiver).failure_reason
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16"])
+def test_caches_whose_scales_are_elsewhere_are_refused(open_side: Open, dtype: str) -> None:
+    with pytest.raises(UsageError, match=f"--kv-cache-dtype={dtype}: SGLang keeps the scales"):
+        open_side("prefill", kv_cache_dtype_str=dtype)

@@ -159,7 +159,7 @@ def own_server() -> OwnServer:
 
 def _model(server_args: Any) -> Model:
     """Raises UsageError for a file of scales that cannot be read."""
-    config, scales = process_model_config(), ""
+    config, scales, scheme = process_model_config(), "", ""
     if path := getattr(server_args, "quantization_param_path", None):
         try:
             scales = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
@@ -167,7 +167,21 @@ def _model(server_args: Any) -> Model:
             raise UsageError(f"--quantization-param-path={path}: {error}") from None
     entries = config.hf_text_config.to_dict()
     digest = model_digest({name: value for name, value in entries.items() if _KV_DEPENDS_ON.search(name)})
-    return Model(digest, str(config.dtype).removeprefix("torch."), scales)
+    for said in (entries, config.hf_config.to_dict()):  # the latter of a model that has more parts than text
+        if of_cache := _cache_entries(said.get("quantization_config") or said.get("compression_config") or {}):
+            scheme = model_digest(of_cache)
+    return Model(digest, str(config.dtype).removeprefix("torch."), scales, scheme)
+
+
+def _cache_entries(quantization: dict[str, Any]) -> dict[str, Any]:
+    """What a config of quantized weights says of the KV cache, also in parts of it."""
+    found: dict[str, Any] = {}
+    for name, value in quantization.items():
+        if "kv_cache" in name and value:
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= _cache_entries(value)
+    return found
 
 
 class CrossrailKVManager(BaseKVManager):

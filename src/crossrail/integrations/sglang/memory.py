@@ -22,12 +22,14 @@ from crossrail.kv import KvLayout, LayoutMismatch
 class Model(NamedTuple):
     """What SGLang serves. digest: of its config. dtype: of its KV, unless --kv-cache-dtype says otherwise.
 
-    scales: a digest of the file of the KV cache's scales; empty: the weights have them, or there are none.
+    scales: a digest of the file of the KV cache's scales; empty: the weights have them, or there are none. scheme: of
+    those that the weights have, as the config says; empty: they have none.
     """
 
     digest: str
     dtype: str
     scales: str = ""
+    scheme: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ def read_pool(args: Any, *, is_mla: bool, tp: int, model: Model) -> Pool:
         raise UsageError(
             f"state_types={', '.join(states)}: crossrail moves plain MHA, GQA and MLA caches, no other state"
         )
+    dtype = str(getattr(args, "kv_cache_dtype_str", None))
+    if "fp4" in dtype:
+        raise UsageError(
+            f"--kv-cache-dtype={dtype}: SGLang keeps the scales of such a cache beside it, and shows them to no backend"
+        )
     items, sizes, addresses = list(args.kv_item_lens), list(args.kv_data_lens), list(args.kv_data_ptrs)
     if not addresses or not len(items) == len(sizes) == len(addresses):
         raise UsageError(
@@ -118,8 +125,8 @@ def read_pool(args: Any, *, is_mla: bool, tp: int, model: Model) -> Pool:
     form = {
         "backend": "sglang, MLA" if is_mla else "sglang, MHA",
         "model": model.digest,
-        "cache dtype": _cache_dtype(str(getattr(args, "kv_cache_dtype_str", None)), model),
-        "cache scales": model.scales or "of the weights",
+        "cache dtype": _cache_dtype(dtype, model),
+        "cache scales": _scales(dtype, model),
         "cache layout": str(getattr(args, "kv_layout", None)),
         "layer ids": hashlib.sha256(repr(list(getattr(args, "kv_layer_ids", []))).encode()).hexdigest()[:16],
         "draft buffers": str(getattr(args, "num_draft_entries", 0)),
@@ -131,6 +138,13 @@ def read_pool(args: Any, *, is_mla: bool, tp: int, model: Model) -> Pool:
 def _cache_dtype(said: str, model: Model) -> str:
     """What SGLang's --kv-cache-dtype means: "auto" is one thing with --dtype float16, another with bfloat16."""
     return {"auto": model.dtype, "bf16": "bfloat16"}.get(said, said)
+
+
+def _scales(said: str, model: Model) -> str:
+    """What the numbers in the cache are multiples of. Only float8 has any: caches of the model's own dtype have not."""
+    if model.scales:
+        return model.scales
+    return f"of the weights, {model.scheme or 'which have none'}" if "fp8" in said else "none"
 
 
 class AuxRows:
