@@ -227,6 +227,26 @@ def test_slow_network_is_not_taken_for_silence(hosts: Hosts, tmp_path: Path, see
     assert (served.inbox / file.name).read_bytes() == file.read_bytes()
 
 
+def test_distance_does_not_keep_bench_from_measuring(nothing_leaks: None) -> None:
+    """A pass over 16 MiB, one write of 1 KiB after the other, would take three minutes."""
+    if reason := why_not():
+        pytest.skip(reason)
+    secret = "0123456789abcdef"
+    quick = ("--seconds", "0.01", "--warmup", "0", "--runs", "2", "--memory", "16M", "--timeout-s", WAIT_S)
+    with Hosts(1, delay_ms=5) as hosts:
+        place = f"{hosts['b'].addresses[0]}:7320"
+        serve = start(hosts["b"], "bench", "serve", "--bind", place, "--rails", "rail0", secret=secret)
+        try:
+            assert serve.stdout is not None and serve.stdout.readline().startswith("ready to measure")
+            what = ("--only", "write", "--sizes", "1K", "--windows", "1", "--rails", "rail0")
+            text = run(hosts["a"], "bench", "run", place, *what, *quick, secret=secret)
+        finally:
+            serve.terminate()
+            serve.communicate(timeout=PROGRAM_S)
+
+    assert "write 1 KiB, window 1" in text, text
+
+
 def test_serve_that_is_killed_is_noticed_and_leaves_nothing(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
     hosts["a"].limit(0, 40)  # four seconds for the file
     with serving(hosts["b"], tmp_path / "inbox", "--listen") as served:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from crossrail.cli.bench.hosts import wire
 from crossrail.cli.bench.hosts.post import Post
-from crossrail.cli.bench.hosts.worker import paged_work
+from crossrail.cli.bench.hosts.worker import PAGES_PER_CALL, paged_work
 from crossrail.cli.bench.hosts.workers import Workers
 from crossrail.cli.bench.spec import Point
 from crossrail.errors import CrossrailError
 from crossrail.peers import Explanation, PathExplanation
 
 _CHECKED_BYTES = 16 << 20  # of each worker's memory, by each point's untimed pass
-_CHECKED_ROUNDS = 200
+_CHECKED_ROUNDS = 200  # round trips that such a pass takes at most: the other side may be far away
 _BARE_CONNECT_S = 3.0
 _PASSES_MIN = 3  # before it is known how long an operation takes
 
@@ -86,7 +86,9 @@ class Driver:
         if point.kind == "latency":
             self.ping_pong(point.nbytes, _CHECKED_ROUNDS, verify=True)
             return
-        nbytes = self._span_of(point.nbytes, min(self._span_bytes, max(_CHECKED_BYTES, point.nbytes)))
+        round_bytes = point.nbytes * point.window * (PAGES_PER_CALL if point.kind == "paged" else 1)
+        checked_bytes = max(min(_CHECKED_BYTES, _CHECKED_ROUNDS * round_bytes), point.nbytes)
+        nbytes = self._span_of(point.nbytes, min(self._span_bytes, checked_bytes))
         if point.kind == "read":
             sent = self._ask("fill", nbytes=nbytes, count=self._seed)
             self._call("clear_own", nbytes=nbytes)
