@@ -17,7 +17,7 @@ import pytest
 
 import crossrail as xr
 from crossrail._options import SECRET_VARIABLE
-from crossrail.integrations.vllm import weights_worker
+from crossrail.integrations.vllm import weights_trainer, weights_worker
 from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
@@ -243,6 +243,23 @@ async def test_failed_update_ends_the_wait_at_once_and_the_next_heals(scene: Sce
     await gone.join(scene.fleet.controller.address, PATIENCE_S)
     await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
     scene.instance.assert_holds(2)
+
+
+async def test_client_that_fails_for_itself_ends_the_update(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers have not heard of it, and would keep the update waiting until its time is up."""
+    monkeypatch.setattr(weights_trainer, "_REASON_S", 0.2)
+    unreachable = ConnectionError("its port is closed")
+
+    def fail(_update_info: dict[str, Any]) -> None:
+        raise unreachable
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.instance, "update_weights", fail)
+        with pytest.raises(ConnectionError) as raised:
+            await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    assert raised.value is unreachable
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    scene.instance.assert_holds(1)
 
 
 async def test_update_that_fails_while_it_is_open_tears(scene: Scene) -> None:

@@ -14,6 +14,8 @@ from crossrail.errors import UsageError
 from crossrail.weights.services.controller import OnProgress, WeightController
 from crossrail.weights.services.reports import UpdateReport
 
+_REASON_S = 12.0  # for the controller to say why an update has failed: longer than it waits for members to abort
+
 
 class VllmClient(Protocol):
     """What reaches one instance, over HTTP or in the same process: vLLM's own VLLMWeightSyncClient has these, and so
@@ -82,32 +84,42 @@ class VllmUpdates(Closing):
     ) -> UpdateReport:
         """Brings this version from the trainers, which publish it, to all instances, and tells them its number.
 
-        Raises what WeightController.update() raises, once no instance waits for it any more. Instances may be torn then
-        (their own errors say so) and must not generate until an update succeeds; the same version may be tried again.
+        Raises what WeightController.update() raises, once no instance waits for it any more; what a client raises for
+        another reason ends the update, and is raised. Instances may be torn then (their logs say so) and must not
+        generate until an update succeeds; the same version may be tried again.
         """
         await self._each(lambda client, _: client.start_weight_update())
         info = {"version": version, "timeout_s": timeout_s}
-        receiving = asyncio.ensure_future(self._each(lambda client, _: client.update_weights(info)))
+        receiving = self._begin(lambda client, _: client.update_weights(info))
+        updating = asyncio.ensure_future(self._controller.update(version, timeout_s, on_progress))
         try:
-            report = await self._controller.update(version, timeout_s, on_progress)
-        except BaseException:
-            await asyncio.gather(receiving, return_exceptions=True)
-            raise
-        await receiving
+            ends: list[asyncio.Future[Any]] = [updating, *receiving]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+            # An instance that failed because the update did may have heard of it before us.
+            await asyncio.wait([updating], timeout=_REASON_S)
+        finally:
+            updating.cancel()
+            await asyncio.gather(updating, *receiving, return_exceptions=True)
+        if not updating.cancelled():
+            updating.result()
+        for call in receiving:
+            call.result()
         await self._each(lambda client, _: client.finish_weight_update(str(version)))
-        return report
+        return updating.result()
 
     async def _each(self, call: Callable[[VllmClient, int], None]) -> None:
         """With each client and its index. Returns when all have ended, also those beside one that failed: threads
         cannot be taken back.
         """
+        for outcome in await asyncio.gather(*self._begin(call), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _begin(self, call: Callable[[VllmClient, int], None]) -> list[asyncio.Future[None]]:
         if self._is_closed:
             raise UsageError("these VllmUpdates are closed")
         loop = asyncio.get_running_loop()
-        calls = [
+        return [
             loop.run_in_executor(thread, contextvars.copy_context().run, call, instance.client, i)
             for i, (thread, instance) in enumerate(zip(self._threads, self._instances, strict=True))
         ]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
