@@ -60,6 +60,16 @@ def test_one_bad_pair_is_judged(fields: dict[str, object], check: str, severity:
     assert found[check] is severity
 
 
+@pytest.mark.parametrize(("mtu", "shorter"), [(9000, 1500), (1500, 1280)])
+def test_pair_that_stalls_is_told_a_shorter_mtu_than_its_own(mtu: int, shorter: int) -> None:
+    stalled = pair_of(0, 0, state="stalled", here=Rail("eth0", "10.0.0.1", mtu, 100_000))
+    matrix = Matrix("peer", 7311, [Attempt("10.0.0.2", "ok")], "1.0", [], [stalled])
+
+    [finding] = [finding for finding in judge(matrix, "1.0") if finding.check == "reach.stalled"]
+
+    assert f"sudo ip link set eth0 mtu {shorter}" in [fix.command for fix in finding.fixes]
+
+
 def test_no_pair_at_all_is_an_error() -> None:
     assert verdict(pair_of(0, 0, state="timeout"))["reach.pairs"] is Severity.ERROR
 

@@ -19,6 +19,7 @@ _UNEVEN = 0.5
 _ONE_STREAM_GB_PER_S = 3.0  # what a stream from Python reaches on any machine of today
 _SHARE_LOW = 0.6
 _LOOPBACK_MTU = 65535
+_MTU_EVERYWHERE = 1280  # RFC 8200: every link that carries IPv6 passes packets of this length
 _HEADERS_BYTES = 120  # IP, TCP and their options
 
 
@@ -172,14 +173,15 @@ def _reachability(matrix: Matrix) -> Iterator[Finding]:
     stalled = [pair for pair in pairs if pair.state == "stalled"]
     if stalled:
         mtu = min(pair.here.mtu for pair in stalled)
+        shorter = 1500 if mtu > 1500 else _MTU_EVERYWHERE
         yield error(
             "reach.stalled",
             f"small messages pass, data does not: {listing([pair.name for pair in stalled], 3)}",
             "; ".join(f"{pair.name}: {pair.detail}" for pair in stalled[:3]),
-            "connecting works and every transfer hangs: a switch on the way drops packets as large as this MTU "
-            "allows, or the link loses most packets",
+            "engines connect, stall for seconds, and go on by short packets, slowly: something on the way drops "
+            "packets as large as this MTU allows, or the link loses most packets",
             Fix(f"ping -M do -s {max(mtu - 28, 0)} {stalled[0].there.address}", "no answer: it is the MTU"),
-            Fix(f"sudo ip link set {stalled[0].here.interface} mtu 1500", "on both sides, or raise it at the switch"),
+            Fix(f"sudo ip link set {stalled[0].here.interface} mtu {shorter}", "on both sides, or raise it on the way"),
         )
     ended = [pair for pair in pairs if pair.state == "ended"]
     if ended:
