@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,6 +146,12 @@ class Region(_core.Region, Closing):
         still touch the memory.
         """
         self._close(timeout_s, drain)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._engine._inherited:  # a forked child that leaves the block has nothing to close
+            self.close()
 
     def revoke(self, timeout_s: float | None = 5.0) -> None:
         """Locks peers out: blocks until none of them can touch the memory any more, with the GIL released. Any thread.

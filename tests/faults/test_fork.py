@@ -144,6 +144,24 @@ def test_parent_works_while_and_after_children_live() -> None:
     assert_clean(script)
 
 
+def test_child_may_leave_the_blocks_of_its_parent() -> None:
+    script = run_script(
+        """
+    import os, sys, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at fork
+    import crossrail as xr
+
+    with xr.Engine("parent") as engine, engine.alloc(10) as region, engine.submit_recvs(1, 16):
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        engine.submit_write(region, region.descriptor).wait(10)
+    """
+    )
+    assert_clean(script)
+
+
 def test_child_may_drop_and_collect_everything() -> None:
     script = run_script(
         FORK
