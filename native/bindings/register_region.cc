@@ -8,6 +8,7 @@
 #include "bindings/engine_handle.h"
 #include "bindings/handles.h"
 #include "bindings/raise.h"
+#include "util/readable.h"
 
 namespace crossrail::bindings {
 
@@ -24,7 +25,7 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   RegionRef region;
   {
     WithoutGil no_gil;
-    // The only place where an address from Python becomes a pointer.
+    // Elsewhere an address from Python is only asked about.
     void* const base = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
     region = core->register_memory(base, nbytes, wanted, memory);
   }
@@ -141,6 +142,13 @@ void register_region(nb::module_& module) {
         return reinterpret_cast<uint64_t>(view.get().buf);
       },
       nb::arg("buffer"), nb::sig("def _buffer_address(buffer: object) -> int"));
+
+  module.def(
+      "_is_read_only",
+      [](uint64_t address, uint64_t nbytes) {
+        return is_read_only(reinterpret_cast<const std::byte*>(address), nbytes);  // NOLINT(performance-no-int-to-ptr)
+      },
+      nb::arg("address"), nb::arg("nbytes"), "Whether its first or its last byte is mapped, and cannot be written.");
 
   nb::class_<RegionHandle>(module, "Region", nb::type_slots(slots))
       .def("__init__", &init_registered, nb::arg("engine"), nb::arg("address"), nb::arg("nbytes"), nb::arg("access"),

@@ -1,6 +1,7 @@
 #include "util/readable.h"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -25,6 +26,19 @@ bool is_readable(const std::byte* base, uint64_t length_bytes) {
     if (syscall(SYS_rt_sigprocmask, kNoSuchHow, page, nullptr, kMaskBytes) != 0 && errno == EFAULT) return false;
   }
   return true;
+}
+
+bool is_read_only(const std::byte* base, uint64_t length_bytes) {
+  for (const std::byte* byte : {base, base + (length_bytes - 1)}) {
+    constexpr uintptr_t kWord = 4;
+    const uintptr_t word = reinterpret_cast<uintptr_t>(byte) / kWord * kWord;
+    uint32_t own = 0;
+    // The kernel adds 0 to the word, atomically. There is nobody to wake.
+    const long result = syscall(SYS_futex, &own, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 0, nullptr, word,
+                                FUTEX_OP(FUTEX_OP_ADD, 0, FUTEX_OP_CMP_EQ, 0));
+    if (result < 0 && errno == EFAULT && is_readable(byte, 1)) return true;
+  }
+  return false;
 }
 
 namespace {

@@ -11,6 +11,10 @@ namespace crossrail {
 // costs one system call per page.
 bool is_readable(const std::byte* base, uint64_t length_bytes);
 
+// Whether its first or its last byte is mapped, and cannot be written. Any thread; two system calls, which change
+// nothing.
+bool is_read_only(const std::byte* base, uint64_t length_bytes);
+
 // Whether a file is mapped anywhere in it: only files can be truncated. Any thread; costs as much as opening a file,
 // before Linux 6.11 as much as reading all of /proc/self/maps. True if that cannot be read.
 bool maps_file(const std::byte* base, uint64_t length_bytes);

@@ -147,7 +147,8 @@ def _of_torch(tensor: Any) -> Memory:
     if address == 0 and nbytes > 0:
         raise UsageError(f"buffer is a {type(tensor).__name__} without memory of its own: {_WRAPS}")
     # The storage as well: assigning to tensor.data, as Module.to() does, gives the tensor another one.
-    return Memory(address, nbytes, True, (tensor, storage), is_cuda=device == "cuda")
+    is_cuda = device == "cuda"
+    return Memory(address, nbytes, is_cuda or _is_writable(address, nbytes), (tensor, storage), is_cuda)
 
 
 def _storage_of(tensor: Any) -> tuple[int, Any]:
@@ -168,7 +169,13 @@ def _of_pair(pair: tuple[Any, ...]) -> Memory:
         raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}") from None
     if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
         raise UsageError(f"buffer ({address:#x}, {nbytes}) is not a range of memory")
-    return Memory(address, nbytes, True, None, is_cuda=_core._is_gpu_address(address))
+    is_cuda = _core._is_gpu_address(address)
+    return Memory(address, nbytes, is_cuda or _is_writable(address, nbytes), None, is_cuda)
+
+
+def _is_writable(address: int, nbytes: int) -> bool:
+    """For memory whose owner does not say: a tensor may be over a file that is mapped to be read only."""
+    return nbytes == 0 or not _core._is_read_only(address, nbytes)
 
 
 def _of_cuda_array(array: object, interface: Any) -> Memory:

@@ -256,11 +256,12 @@ class Engine(_core.Engine):
         unless it is a bare address. It cannot keep what resizes or replaces the storage of a torch tensor from freeing
         its memory: FSDP's storage.resize_(), or share_memory_(), which torch.multiprocessing calls for what it sends.
         access: what peers may do: "local" (nothing), "read" or "write" (both). None: "write", or "read" if the buffer
-        is read-only. The same memory may be registered several times; the regions are independent. With RDMA a
-        "local" region within another open region costs nothing (docs/verbs.md). Memory of NVIDIA GPUs: RDMA NICs
-        (transport "verbs", or "ofi" on EFA) access it directly, as a dma-buf or by peermem (see `region.gpudirect`);
-        within a host GPUs copy to each other, over tcp the driver copies it through the host. Kernels that write a
-        source must have ended before the transfer is submitted (torch.cuda.synchronize(), an event).
+        is read-only; of a tensor and a bare address, the first and the last byte are tried. The same memory may be
+        registered several times; the regions are independent. With RDMA a "local" region within another open region
+        costs nothing (docs/verbs.md). Memory of NVIDIA GPUs: RDMA NICs (transport "verbs", or "ofi" on EFA) access it
+        directly, as a dma-buf or by peermem (see `region.gpudirect`); within a host GPUs copy to each other, over tcp
+        the driver copies it through the host. Kernels that write a source must have ended before the transfer is
+        submitted (torch.cuda.synchronize(), an event).
         """
         memory = memory_of(buffer)
         if access is None:

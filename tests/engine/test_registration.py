@@ -3,6 +3,7 @@
 import array
 import ctypes
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,22 @@ def test_read_only_buffer_is_readable_only(engine: xr.Engine, buffer: object) ->
     assert region.access == "read"
     assert region.descriptor.access == "read"
     moved(engine, region, engine.alloc(100))
+
+
+def test_read_only_memory_by_its_address_is_readable_only(engine: xr.Engine, tmp_path: Path) -> None:
+    """A peer's write would end this process with SIGSEGV."""
+    file = tmp_path / "values"
+    file.write_bytes(pattern(1, 5000))
+    values = np.memmap(file, np.uint8, mode="r")
+
+    region = engine.register((values.ctypes.data, 5000))
+
+    assert region.access == "read"
+    moved(engine, region, engine.alloc(5000))
+    with pytest.raises(xr.UsageError, match="cannot be the target of a read"):
+        engine.submit_read(region, engine.alloc(5000).descriptor)
+    with pytest.raises(xr.UsageError, match="read-only"):
+        engine.register((values.ctypes.data, 5000), access="write")
 
 
 def test_read_only_buffer_cannot_be_registered_as_target(engine: xr.Engine) -> None:

@@ -1,5 +1,7 @@
 """Torch tensors. Collected only where torch is installed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,18 @@ def test_memory_of_a_tensor_that_was_given_other_memory_stays(engine: xr.Engine,
 
 def test_tensor_that_requires_grad_can_be_registered(engine: xr.Engine) -> None:
     assert engine.register(torch.zeros(10, requires_grad=True)).nbytes == 40
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_tensor_over_a_file_that_is_mapped_to_be_read_is_readable_only(engine: xr.Engine, tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(100_000))
+
+    region = engine.register(torch.from_numpy(np.memmap(file, np.uint8, mode="r")))
+
+    assert region.access == "read"
+    target = engine.alloc(100_000)
+    engine.submit_write(region, target.descriptor).wait(WAIT_S)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

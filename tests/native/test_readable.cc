@@ -24,6 +24,27 @@
 
 namespace crossrail {
 
+TEST_CASE("memory that cannot be written is told from other memory, and stays as it is") {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void* const room = mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(room != MAP_FAILED);
+  auto* const base = static_cast<std::byte*>(room);
+  std::memset(base, 7, 3 * page);
+  const std::vector<std::byte> before(base, base + 3 * page);
+
+  CHECK_FALSE(is_read_only(base, 3 * page));
+  CHECK_FALSE(is_read_only(base + 5, 1));
+  REQUIRE(mprotect(base + 2 * page, page, PROT_READ) == 0);
+  CHECK(is_read_only(base, 3 * page));
+  CHECK(is_read_only(base + 3 * page - 1, 1));
+  CHECK(is_read_only(base + 2 * page, page));
+  CHECK_FALSE(is_read_only(base, 2 * page));
+  CHECK(std::memcmp(base, before.data(), 3 * page) == 0);
+
+  REQUIRE(munmap(base, 3 * page) == 0);
+  CHECK_FALSE(is_read_only(base, page));
+}
+
 TEST_CASE("files that are mapped are told from other memory, and copied to as far as they are there") {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const Fd file(memfd_create("test", MFD_CLOEXEC));
