@@ -159,6 +159,7 @@ class AllToAll(Leaving):
         self._turn = threading.RLock()
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
+        self._explanation = self._explained()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -257,6 +258,8 @@ class AllToAll(Leaving):
         config = self.config
         if config.layout != "masked":
             raise UsageError(f"layout is {config.layout!r}: what arrives is known before only with layout 'masked'")
+        self._check_usable()
+        self._round_of(opened, "arriving", Round).require(Stage.SENT, "arriving")
         rows = config.output_rows[self.rank]
         x, scales = self._outputs[opened.number % PARITIES]
         return (
@@ -343,6 +346,7 @@ class AllToAll(Leaving):
         self, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None, accumulate: bool = False
     ) -> None:
         """UsageError for what combine_recv would refuse. Call it before combine_send: after that the round must end."""
+        self._check_usable()
         self._sums_given(self._round_of(dispatched, "check_combine", Dispatched), weights, out, accumulate)
 
     @uncompiled
@@ -354,6 +358,7 @@ class AllToAll(Leaving):
         must stay as it is until the round after the next is received, as `dispatched.x` does: by then all ranks have
         ended this round.
         """
+        self._check_usable()
         opened = self._round_of(dispatched, "expert_output", Dispatched)
         opened.require(Stage.RECEIVED, "expert_output")
         y = self._near.own[opened.number % PARITIES].y
@@ -380,7 +385,7 @@ class AllToAll(Leaving):
         try:
             if far is not None:
                 far.send_results(opened.number, opened.placement)
-            opened.stage = Stage.RETURNED
+            opened.stage, opened.output = Stage.RETURNED, None
             self._near.publish(RETURNED, opened.number)
         except BaseException as error:
             self._parting.give_up(f"combine_send of {opened}", error)
@@ -486,6 +491,31 @@ class AllToAll(Leaving):
 
     def explain(self) -> str:
         """Which ranks share memory, and how much memory this takes: print it."""
+        return self._explanation
+
+    def close(self) -> None:
+        """Ends what others may write to; ranks that still wait for this one are told. Idempotent.
+
+        Returned arrays stay readable: what they are of is released with the last of them, and all other memory here.
+        Raises WaitTimeout if writes of a rank to this one, or ours to a rank that is stopped, have not ended after
+        timeout_s: call it again, or close the engine. The failure of a GPU kernel is raised when everything else is
+        done. A `with` block that an error leaves raises that error alone.
+        """
+        try:
+            self._memory.settle()  # torch reuses memory that is released here
+        finally:
+            self._closed = True
+            patience = Countdown(self._engine, self.timeout_s)
+            self._parting.farewell(patience.left_s)
+            self._peers.close(patience.left_s)
+            self._board.close(patience.left_s)
+            self._inbox.close(patience.left_s)
+            self._outputs.clear()
+            self._open.clear()
+
+    # ---- parts
+
+    def _explained(self) -> str:
         config, board, output = self.config, self._board.region.nbytes / 1e6, self._inbox.nbytes / 1e6
         node = [rank for rank in self._near.ranks if rank != self.rank]
         far = ""
@@ -500,26 +530,6 @@ class AllToAll(Leaving):
             f"  kernels: {self._memory.kernels}\n"
             f"  board {board:.1f} MB, output of dispatch {output:.1f} MB, resident as far as used{far}"
         )
-
-    def close(self) -> None:
-        """Ends what others may write to; ranks that still wait for this one are told. Idempotent.
-
-        Returned arrays stay readable: memory is released once they and this object are dropped. Raises WaitTimeout if
-        writes of a rank to this one, or ours to a rank that is stopped, have not ended after timeout_s: call it again,
-        or close the engine. The failure of a GPU kernel is raised when everything else is done. A `with` block that an
-        error leaves raises that error alone.
-        """
-        try:
-            self._memory.settle()  # torch reuses memory that is released here
-        finally:
-            self._closed = True
-            patience = Countdown(self._engine, self.timeout_s)
-            self._parting.farewell(patience.left_s)
-            self._peers.close(patience.left_s)
-            self._board.close(patience.left_s)
-            self._inbox.close(patience.left_s)
-
-    # ---- parts
 
     def _start_thread(self, cpu: int | None) -> CrossrailError | None:
         """Starts the proxy's thread, if there is a proxy; returns why it cannot."""

@@ -9,7 +9,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from crossrail import _core
 from crossrail._torch import uncompiled
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,8 +97,9 @@ def telling(caller: Caller, name: str) -> Iterator[None]:
         yield
         caller._parting.call_succeeded()
     except BaseException as error:
-        if caller._closed and not was_closed and isinstance(error, CrossrailError):  # by a signal's handler, say
-            raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from error
+        if caller._closed and not was_closed and isinstance(error, Exception):  # by a signal's handler, say
+            # Whatever it was: what the call needs is gone.
+            raise UsageError(f"{name} did not end: this AllToAll was closed meanwhile") from None
         caller._parting.call_failed(name, error)
         caller._parting.tell_failure(name, error)
         raise

@@ -72,6 +72,7 @@ class Peers:
         Raises UsageError for arguments that differ, or cannot be here; WaitTimeout, PeerLost, EngineClosed.
         """
         self.waited_s = 0.0
+        self._is_closed = False
         self.far: Far | None = None
         self.sums: NodeSums | None = None
         self.agreement: Agreement | None = None
@@ -330,9 +331,17 @@ class Peers:
         self.parting.check(outcome, half, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that, so long."""
+        """Gives back what far ranks write to, and lets go of all memory. Idempotent. WaitTimeout while a far rank is in
+        the middle of a write, so long.
+        """
+        if self._is_closed:
+            return
         self.parting.end()
         self._close_links(timeout_s)
+        self._is_closed = True
+        self.near.close()
+        if self.far is not None:
+            self.far.forget()
 
     def _close_links(self, timeout_s: float) -> None:
         patience = Countdown(self._engine, timeout_s)

@@ -31,8 +31,8 @@ class Round:
     go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
     whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
     there is. has_sent_sums: with node_sums, partners have theirs.
-    output: what expert_output gave last. silent, absent: with on_lost="mask", ranks whose tokens are not in it, known
-    with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
+    output: what expert_output gave last, until results are returned. silent, absent: with on_lost="mask", ranks whose
+    tokens are not in it, known with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
     """
 
     number: int

@@ -340,7 +340,8 @@ class GraphAllToAll(Leaving):
     def timeout_s(self, timeout_s: float) -> None:
         check_seconds(timeout_s=timeout_s)
         self._timeout_s = timeout_s
-        self._thread.proxy.set_timeout(timeout_s)
+        if not self._closed:
+            self._thread.proxy.set_timeout(timeout_s)
 
     def explain(self) -> str:
         """Where rows are, what touches them, and how much memory this takes: print it."""
@@ -349,9 +350,9 @@ class GraphAllToAll(Leaving):
     def close(self) -> None:
         """Waits for what was launched on the device, ends what others may write to, and tells ranks that wait for us.
 
-        What others wrote to is released once this object is dropped, and all else here. Idempotent. Raises WaitTimeout
-        if a rank is still in the middle of a write to this one: call it again. A failure that has ended the rounds is
-        raised after everything else is done, unless a call has raised it before.
+        All its memory but that of tensors which it returned is released. Idempotent. Raises WaitTimeout if a rank is
+        still in the middle of a write to this one: call it again. A failure that has ended the rounds is raised after
+        everything else is done, unless a call has raised it before.
         """
         patience: Countdown | None = None
         if not self._closed:
@@ -367,6 +368,7 @@ class GraphAllToAll(Leaving):
                     wait_for_kernels([str(self.device)] if self._tensors.is_gpu else [])
                 self._thread.close()
                 self._drop_steps()
+                del self._thread
                 patience = Countdown(self._engine, self._timeout_s)
                 self._parting.farewell(patience.left_s)
         if patience is None:

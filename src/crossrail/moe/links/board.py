@@ -103,15 +103,22 @@ class Board:
         self._engine = engine
         self.layout = layout
         self.rows = rows
+        self._is_closed = False
         self.region = engine._alloc_for_mapping(layout.nbytes)
         layout.begin(self.region.view())
 
     def close(self, timeout_s: float) -> None:
-        """Idempotent. WaitTimeout while a peer is in the middle of a write to it."""
+        """Idempotent. WaitTimeout while a peer is in the middle of a write to it. Its memory is released, once nobody
+        else holds it.
+        """
+        if self._is_closed:
+            return
         if not self._engine.closed:
             self.region.close(timeout_s)
         if self.rows is not None:
             self.rows.close(timeout_s)
+        self._is_closed = True
+        del self.region
 
 
 def output_bytes(config: Config, rank: int) -> int:

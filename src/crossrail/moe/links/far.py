@@ -47,7 +47,7 @@ class Far:
     heard: ranks that write to ours by themselves, and signal it.
 
     Lifecycle: 1. made, and start_thread() perhaps. 2. card() is given to all ranks, and connect() gets theirs. 3.
-    rounds. 4. stop_thread().
+    rounds. 4. stop_thread(). 5. close(), and forget().
     """
 
     def __init__(
@@ -284,8 +284,13 @@ class Far:
         for region in (*(door for both in self._doors.values() for door in both), self.routes):
             region.close(timeout_s)
         self._rows.close(timeout_s)
+
+    def forget(self) -> None:
+        """Releases our memory, and that of others which we mapped, once nobody else holds it. Once, after close()."""
         self._halves.clear()
         self.reached.clear()
+        self._doors.clear()
+        del self.proxy, self.routes, self.rows, self._rows
 
     def farewell(self, why: Why, timeout_s: float) -> bool:
         """Tells everybody who waits for us that nothing more will come. Returns whether it was posted."""

@@ -52,6 +52,13 @@ class Near:
         self.own = self.boards[own]
         self.halves = {(other, parity): self.boards[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
 
+    def close(self) -> None:
+        """The boards are released, once nobody else holds them. Once; no other call but `masked` may follow."""
+        self.boards.clear()
+        self.own.clear()
+        self.halves.clear()
+        del self._words, self._reasons, self._notes
+
     def watch(self, rank: int, address: xr.Address, imms: Sequence[int], is_taken_meanwhile: bool) -> None:
         """One that shares no memory with us: waits end when it is lost, since the others go no further then; unless it
         had ended in order. imms: by word, the numbers by which it tells us what words tell of others. Unless these are

@@ -84,10 +84,10 @@ class HostBlock:
 
     def __init__(self, nbytes: int, is_dense: bool) -> None:
         self.nbytes = nbytes
-        self._bytes: Array = np.asarray(_core.moe.sparse_pages(max(nbytes, 1), is_dense))
+        self._bytes: Array | None = np.asarray(_core.moe.sparse_pages(max(nbytes, 1), is_dense))
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
         return host_array(self._bytes, dtype, shape, offset)
 
     def close(self, timeout_s: float) -> None:
-        pass
+        self._bytes = None
