@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -83,6 +85,46 @@ def run_bounded(
     if quiet and process.returncode != 0:
         sys.stderr.write(output.decode(errors="replace"))
     return process.returncode
+
+
+def run_together(commands: Sequence[Sequence[str]], *, timeout_s: float, env: dict[str, str]) -> int:
+    """Like run_bounded(), all of them at the same time; what each says comes at its end. Returns the first exit status
+    that is not 0."""
+    ends_s = time.monotonic() + timeout_s
+    codes = []
+    with contextlib.ExitStack() as stack:
+        running = [(command, *stack.enter_context(_recorded(command, env))) for command in commands]
+        for command, process, output in running:
+            try:
+                codes.append(process.wait(max(ends_s - time.monotonic(), 0.0)))
+            except subprocess.TimeoutExpired:
+                raise Failure(f"no end after {timeout_s:.0f} s: {shown(command)}") from None
+            finally:
+                output.seek(0)
+                shutil.copyfileobj(output, sys.stdout.buffer)
+                sys.stdout.flush()
+    return next((code for code in codes if code != 0), 0)
+
+
+@contextlib.contextmanager
+def _recorded(command: Sequence[str], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A process and what it says; at the end it is killed with all its children."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process, output
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def must(command: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None, quiet: bool = False) -> None:

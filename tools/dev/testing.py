@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.dev.arguments import take_flag
 from tools.dev.build import NATIVE_TESTS, build, locked, prepare, python_overlay, set_up, verbs_option
 from tools.dev.packages import install_packages
-from tools.dev.processes import PYTHON, ROOT, VENV, Failure, environment, run_bounded, run_here, say
+from tools.dev.processes import PYTHON, ROOT, VENV, Failure, environment, run_bounded, run_here, run_together, say
 
 NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
@@ -199,11 +199,21 @@ def aarch64(arguments: list[str]) -> int:
 
 
 def run_native_tests(folder: Path, arguments: Sequence[str], **sanitizer_options: str) -> int:
+    """All of them in several processes, since many wait more than they compute: a range each, though what doctest says
+    at the end of each names all test cases. Those that arguments select run in one."""
     program = str(folder / "tests" / "native" / NATIVE_TESTS)
     command = [*(fixed_addresses() if sanitizer_options else []), program, *arguments]
     env = environment(**libfabric(), **sanitizer_options)
     try:
-        return run_bounded(command, timeout_s=NATIVE_TESTS_TIMEOUT_S, env=env, stdout=sys.stdout)
+        if arguments:
+            return run_bounded(command, timeout_s=NATIVE_TESTS_TIMEOUT_S, env=env, stdout=sys.stdout)
+        counted = subprocess.run([*command, "--count"], env=env, capture_output=True, text=True, timeout=60)
+        if counted.returncode != 0:
+            raise Failure(f"exit status {counted.returncode} of --count: {counted.stdout}{counted.stderr}")
+        count = int(counted.stdout.split()[-1])
+        share = -(-count // (len(os.sched_getaffinity(0)) + 1))
+        ranges = [[f"--first={first}", f"--last={first + share - 1}"] for first in range(1, count + 1, share)]
+        return run_together([[*command, *each] for each in ranges], timeout_s=NATIVE_TESTS_TIMEOUT_S, env=env)
     except Failure as failure:
         say(f"FAILED: {failure}")
         return 1
