@@ -27,7 +27,6 @@ def coverage(arguments: list[str]) -> int:
             "CMAKE_BUILD_TYPE": "",
             "CMAKE_CXX_FLAGS": f"-O1 {FLAGS}",
             "CROSSRAIL_NATIVE_TESTS": "ON",
-            "CROSSRAIL_PCH": "OFF",
             **verbs_option(),
         }
         folder = build("coverage", version, options, ["all", NATIVE_TESTS])
