@@ -104,7 +104,7 @@ def test_folder_that_cannot_be_stored_into() -> None:
     [
         (["--trainers", "0"], "trainers: 0; must be 2 or a multiple of it"),
         (["--targets", "-8"], "targets: -8; must be 8 or a multiple of it"),
-        (["--trainers", "many"], "'many' is not a valid integer"),
+        (["--trainers", "many"], "'many' is not a valid whole number"),
     ],
 )
 def test_cluster_that_cannot_be(options: list[str], words: str) -> None:
