@@ -539,10 +539,10 @@ class Raises(click.Command):
 def test_what_becomes_of_an_exception(
     error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(COMMANDS, "fails", ("tests.cli.raising", "Fails."))
-    module = type(sys)("tests.cli.raising")
+    monkeypatch.setitem(COMMANDS, "fails", ("raising:command", "Fails."))
+    module = type(sys)("crossrail.cli.raising")
     module.command = Raises(error)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tests.cli.raising", module)
+    monkeypatch.setitem(sys.modules, "crossrail.cli.raising", module)
 
     plain = run("fails")
     assert plain.exit_code == status

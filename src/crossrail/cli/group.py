@@ -59,31 +59,24 @@ def say_what_is_meant(ctx: click.Context, word: str, names: Collection[str]) -> 
 class LazyGroup(click.Group):
     """The group `crossrail NAME`, in crossrail.cli.NAME, which may need the extra `crossrail[NAME]`."""
 
-    def __init__(
-        self,
-        name: str,
-        about: str,
-        lazy: Mapping[str, tuple[str, str]],
-        hidden: frozenset[str] = frozenset(),
-        **more: Any,
-    ) -> None:
+    def __init__(self, name: str, about: str, lazy: Mapping[str, tuple[str, str]], **more: Any) -> None:
         """lazy: of each command its module, whose attribute it is by its name, or "module:attribute", and its text.
-        hidden: without help. more: of a click.Group that does something itself.
+        more: of a click.Group that does something itself.
         """
         super().__init__(name, help=about, **more)
         self._package = name
         self._lazy = lazy
-        self._hidden = hidden
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in self._lazy if name not in self._hidden]
+        """In the order in which a newcomer needs them."""
+        return list(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
         place, _, attribute = self._lazy[cmd_name][0].partition(":")
         try:
-            module = _loaded(self._package, f"crossrail.cli.{self._package}.{place}")
+            module = self.load(place)
         except UsageError:
             if ctx.resilient_parsing:  # a shell that completes: the name exists, its options are unknown
                 return click.Command(cmd_name, help=self._lazy[cmd_name][1])
@@ -92,18 +85,21 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def load(self, place: str) -> ModuleType:
+        """The module of a command. UsageError if what it needs is not installed."""
+        return _loaded(self._package, f"crossrail.cli.{self._package}.{place}")
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self._lazy:
-            say_what_is_meant(ctx, args[0], self.list_commands(ctx))
+        say_what_is_meant(ctx, args[0], self._lazy)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        items = [CompletionItem(name, help=self._lazy[name][1]) for name in names]
+        begun = ((name, text) for name, (_, text) in self._lazy.items() if name.startswith(incomplete))
+        items = [CompletionItem(name, help=text) for name, text in begun]
         return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._lazy[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])

@@ -1,4 +1,4 @@
-"""The top command group: finds commands by name, and turns our errors into one clear line and an exit code."""
+"""The top command group: its commands, and how our errors become one clear line and an exit code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import IO, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from crossrail import _interrupt
 from crossrail._text import plain
-from crossrail.cli.group import say_what_is_meant
+from crossrail.cli.group import LazyGroup
 from crossrail.cli.text import clipped, said_of
 from crossrail.errors import UsageError
 
@@ -27,69 +27,46 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
-# name: (module, what `crossrail --help` says). The modules load rich, numpy and the like, so only the one that runs
-# is imported.
+# The modules load rich, numpy and the like, so only the one that runs is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("crossrail.cli.demo", "Move a real file between two processes and check it."),
-    "serve": ("crossrail.cli.serve", "Receive files that `crossrail push` sends."),
-    "push": ("crossrail.cli.push", "Push a file to a `crossrail serve`."),
-    "bench": ("crossrail.cli.bench.command", "Measure the engine against the limits of this machine."),
+    "demo": ("demo:command", "Move a real file between two processes and check it."),
+    "serve": ("serve:command", "Receive files that `crossrail push` sends."),
+    "push": ("push:command", "Push a file to a `crossrail serve`."),
+    "bench": ("bench.command:command", "Measure the engine against the limits of this machine."),
     "sim": (
-        "crossrail.cli.sim",
+        "sim:command",
         "Run whole systems on simulated NICs, with faults; every run can be replayed from its seed.",
     ),
-    "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
-    "topo": ("crossrail.cli.topo", "Show the GPUs and NICs, and which NICs serve which device."),
-    "top": ("crossrail.cli.top", "Show rails, peers and transfers of engines in another process, live."),
-    "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recorder."),
+    "doctor": ("doctor:command", "Find what would make transfers slow, impossible or unsafe here."),
+    "topo": ("topo:command", "Show the GPUs and NICs, and which NICs serve which device."),
+    "top": ("top:command", "Show rails, peers and transfers of engines in another process, live."),
+    "trace": ("trace:command", "Show what an engine did last, from its flight recorder."),
     "kv": (
-        "crossrail.cli.kv",
+        "kv:command",
         "Serve a model with disaggregated prefill and decode: router, prefiller, decoder, demo, top.",
     ),
     "weights": (
-        "crossrail.cli.weights",
+        "weights:command",
         "Update inference ranks from trainers: demo, rl, load, bench, plan, show, sim.",
     ),
     "moe": (
-        "crossrail.cli.moe",
+        "moe:command",
         "Run a mixture-of-experts model with its experts spread over processes, or simulate one: demo, sim.",
     ),
-    "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why."),
-    "error": ("crossrail.cli.error", "Explain an error code and what to do about it."),
+    "explain": ("explain:command", "Show how bytes would reach a `crossrail serve`, and why."),
+    "error": ("error:command", "Explain an error code and what to do about it."),
 }
 
 
-class CommandGroup(click.Group):
-    """Loads commands when they are used. A command NAME is the attribute `command` of its module."""
+class CommandGroup(LazyGroup):
+    """`crossrail` itself: turns what its commands raise into one line and an exit code."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the order in which a newcomer needs them."""
-        return list(COMMANDS)
+    def __init__(self, name: str, help: str, **more: Any) -> None:  # noqa: A002 - as click names it
+        super().__init__(name, help, COMMANDS, **more)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, or None if there is none of that name."""
-        if cmd_name not in COMMANDS:
-            return None
-        command = _interrupt.load(COMMANDS[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's; for an unknown name the error says which command may be meant."""
-        say_what_is_meant(ctx, args[0], COMMANDS)
-        return super().resolve_command(ctx, args)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The completions of a shell, likewise."""
-        items = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
-        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in `--help`, without importing every command."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+    def load(self, place: str) -> ModuleType:
+        """Without an extra: what every command needs comes with the package."""
+        return _interrupt.load(f"crossrail.cli.{place}")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Like click's, with one-line errors. --help and --version print from here, perhaps to a full disk."""

@@ -15,7 +15,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("commands", "Plan who sends what to whom, for a known model or from inventories."),
     "show": ("commands", "Show a plan, compare it with another, draw it."),
     "sim": ("commands", "Simulate an update of hundreds of GPUs and say what limits it."),
-    "play": ("play", "One process of demo and bench."),
 }
 
-command = LazyGroup("weights", "Update the weights of inference ranks from trainers.", _COMMANDS, frozenset({"play"}))
+command = LazyGroup("weights", "Update the weights of inference ranks from trainers.", _COMMANDS)

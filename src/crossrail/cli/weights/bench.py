@@ -23,7 +23,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
@@ -31,13 +30,12 @@ from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.checkpoint_engine import CheckpointEngineFleet
+from crossrail.cli.weights.common import opened_mailbox
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
 from crossrail.cli.weights.small_writes import measure as measure_small
-from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
 from crossrail.weights.services.controller import WeightController
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.toy import ToyModel
 
@@ -130,12 +128,11 @@ async def _measure(
     player: Player, targets: int, rounds: int, rivals: dict[str, _Rival], console: Console
 ) -> list[_Row]:
     secret = secrets.token_hex(16)
-    players = Players(secret)
-    with xr.Engine("controller", transport=player.transport, secret=secret.encode()) as engine:
-        wire = EngineWire(engine)
-        box = mailbox(wire, secret.encode())
+    async with (
+        opened_mailbox("controller", secret.encode(), transport=player.transport) as (_, box),
+        Players(secret) as players,
+    ):
         controller = WeightController(box)
-        box.start()
         try:
             for title, rival in list(rivals.items()):
                 console.print(f"{title}: its processes start")
@@ -162,9 +159,6 @@ async def _measure(
         finally:
             for rival in rivals.values():
                 await asyncio.to_thread(rival.close)
-            await players.close()
-            await box.close()
-            wire.close()
 
 
 async def _done(rival: _Rival, call: Callable[[], _T]) -> _T:

@@ -1,13 +1,34 @@
-"""Shared by the `crossrail weights` commands: models by name, spread over any number of processes."""
+"""Shared by the `crossrail weights` commands: models by name, spread over any number of processes, and mailboxes."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
+import crossrail as xr
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory
 from crossrail.weights.inventory.models import CLUSTERS, MODELS, Cluster, inventories
+from crossrail.weights.services.messages import mailbox
+
+
+@asynccontextmanager
+async def opened_mailbox(name: str, secret: bytes, **options: Any) -> AsyncIterator[tuple[xr.Engine, Mailbox]]:
+    """An engine, and control messages over it. options: of the engine."""
+    with xr.Engine(name, secret=secret, **options) as engine:
+        wire = EngineWire(engine)
+        box = mailbox(wire, secret)
+        box.start()
+        try:
+            yield engine, box
+        finally:
+            await box.close()
+            wire.close()
 
 
 def check_model(name: str) -> None:

@@ -14,18 +14,16 @@ from dataclasses import replace
 from rich.markup import escape
 from rich.table import Table
 
-import crossrail as xr
 from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.cli.weights.common import opened_mailbox
 from crossrail.cli.weights.players import Player, Players
 from crossrail.cli.weights.progress import showing_update
-from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.services.controller import OnProgress, Stage, WeightController
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.toy import TargetKind, ToyModel
 
@@ -50,22 +48,16 @@ class _Demo:
 
     async def run(self, kills: bool) -> None:
         secret = secrets.token_hex(16)
-        players = Players(secret)
-        with xr.Engine("controller", transport=self._transport, secret=secret.encode()) as engine:
-            wire = EngineWire(engine)
-            box = mailbox(wire, secret.encode())
+        async with (
+            opened_mailbox("controller", secret.encode(), transport=self._transport) as (_, box),
+            Players(secret) as players,
+        ):
             controller = WeightController(box)
-            box.start()
-            try:
-                await self._start(players, controller)
-                for version in range(1, self._versions + 1):
-                    is_last = version == self._versions
-                    report = await self._update(controller, version, players if kills and is_last else None)
-                    self._show(report, await self._check(players, version))
-            finally:
-                await players.close()
-                await box.close()
-                wire.close()
+            await self._start(players, controller)
+            for version in range(1, self._versions + 1):
+                is_last = version == self._versions
+                report = await self._update(controller, version, players if kills and is_last else None)
+                self._show(report, await self._check(players, version))
         self._console.print(Fitted(self._table))
         self._console.print(f"[green]ok[/green]: {self._versions} versions, all bits equal at all inference ranks")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,13 +25,12 @@ from crossrail.cli.console import open_console
 from crossrail.cli.option_types import RAILS_MAX
 from crossrail.cli.service import read_secret
 from crossrail.cli.text import format_bytes, format_count, gb_per_s, naming
+from crossrail.cli.weights.common import opened_mailbox
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
-from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.inventory.checkpoint import Checkpoint
 from crossrail.weights.services.controller import WeightController
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 
@@ -173,17 +172,8 @@ async def _reading(source: Checkpoint, names: list[str], options: _Options) -> A
                 await trainer.close()
 
 
-@asynccontextmanager
-async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tuple[xr.Engine, Mailbox]]:
-    with xr.Engine(name, transport=options.transport, rails=options.rails, port=port, secret=options.secret) as engine:
-        wire = EngineWire(engine)
-        box = mailbox(wire, options.secret)
-        box.start()
-        try:
-            yield engine, box
-        finally:
-            await box.close()
-            wire.close()
+def _opened(name: str, options: _Options, port: int) -> AbstractAsyncContextManager[tuple[xr.Engine, Mailbox]]:
+    return opened_mailbox(name, options.secret, transport=options.transport, rails=options.rails, port=port)
 
 
 @contextmanager

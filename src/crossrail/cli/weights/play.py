@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import sys
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
-
-import click
 
 import crossrail as xr
 from crossrail._options import SECRET_VARIABLE
-from crossrail.control.wire import EngineWire
+from crossrail.cli.text import said_of
+from crossrail.cli.weights.common import opened_mailbox
+from crossrail.control.mailbox import Mailbox
+from crossrail.errors import CrossrailError
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.toy import ToyModel, ToyTarget, ToyTrainer
@@ -31,20 +34,23 @@ def say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-@click.command(hidden=True)
-@click.argument("spec")
-def play(spec: str) -> None:
-    """SPEC: JSON, of demo.Player."""
-    asyncio.run(_play(json.loads(spec)))
+def main(play: Callable[[dict[str, Any], xr.Engine, Mailbox], Coroutine[Any, Any, None]]) -> None:
+    """The main of such a process, whose argument is what is to be played, as JSON."""
+    logging.getLogger("crossrail").setLevel(logging.ERROR)  # our parent says what became of a peer
+    try:
+        asyncio.run(_play(play, json.loads(sys.argv[1])))
+    except CrossrailError as error:
+        sys.exit(said_of(error))
 
 
-async def _play(spec: dict[str, Any]) -> None:
-    model = ToyModel(**spec["model"])
-    engine = xr.Engine(f"{spec['role']}-{spec['rank']}", transport=spec["transport"])
-    wire = EngineWire(engine)
-    box = mailbox(wire, os.environb[SECRET_VARIABLE.encode()])
-    box.start()
-    working = asyncio.ensure_future(_work(spec, model, engine, box))
+async def _play(play: Callable[[dict[str, Any], xr.Engine, Mailbox], Coroutine[Any, Any, None]], spec: Any) -> None:
+    name, secret = f"{spec['role']}-{spec['rank']}", os.environb[SECRET_VARIABLE.encode()]
+    async with opened_mailbox(name, secret, transport=spec["transport"]) as (engine, box):
+        await play(spec, engine, box)
+
+
+async def _play_toy(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
+    working = asyncio.ensure_future((_train if spec["role"] == "trainer" else _look)(spec, engine, box))
     ended = asyncio.ensure_future(_stdin_closed())
     try:
         await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -54,20 +60,10 @@ async def _play(spec: dict[str, Any]) -> None:
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        await box.close()
-        wire.close()
-        engine.close()
 
 
-async def _work(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
-    if spec["role"] == "trainer":
-        await _train(spec, model, engine, box)
-    else:
-        await _look(spec, model, engine, box)
-
-
-async def _train(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
-    player = ToyTrainer(model, engine, spec["rank"], spec["count"])
+async def _train(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
+    player = ToyTrainer(ToyModel(**spec["model"]), engine, spec["rank"], spec["count"])
     trainer = WeightTrainer(box, player.memory, spec["tmp_bytes_max"])
     try:
         player.train(spec["first"])
@@ -87,8 +83,8 @@ async def _train(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: 
         _close(player.memory)
 
 
-async def _look(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
-    player = ToyTarget(model, engine, spec["rank"], spec["kind"])
+async def _look(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
+    player = ToyTarget(ToyModel(**spec["model"]), engine, spec["rank"], spec["kind"])
     receiver = WeightReceiver(box, player.memory, spare=spec["spare"])
     try:
         await receiver.join(bytes.fromhex(spec["controller"]), _ROLE_TIMEOUT_S)
@@ -123,3 +119,7 @@ async def _stdin_closed() -> None:
 
     loop.add_reader(0, read)
     await closed
+
+
+if __name__ == "__main__":
+    main(_play_toy)

@@ -56,18 +56,24 @@ class Player:
         return f"{self.role}-{self.rank}"
 
     def command(self) -> list[str]:
-        return ["-m", "crossrail", "weights", "play", json.dumps(asdict(self))]
+        return ["-m", "crossrail.cli.weights.play", json.dumps(asdict(self))]
 
 
 class Players:
-    """The player processes. They end when their standard input does, so none outlives this one. Threads: the event
-    loop's.
+    """The player processes. They end when their standard input does, so none outlives this one. An asynchronous context
+    manager; leaving it closes. Threads: the event loop's.
     """
 
     def __init__(self, secret: str) -> None:
         self._environment = os.environ | {SECRET_VARIABLE: secret}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._starting: set[asyncio.Future[None]] = set()
+
+    async def __aenter__(self) -> Players:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
 
     async def start(self, player: Role) -> None:
         """Returns when it has joined."""

@@ -17,13 +17,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import crossrail as xr
+from crossrail.cli.weights.common import opened_mailbox
 from crossrail.cli.weights.players import Players
 from crossrail.cli.weights.rl_options import SERVED, RlOptions
-from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
 from crossrail.weights.services.controller import Stage, WeightController
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reports import UpdateReport
 
 _TIMEOUT_S = 240.0
@@ -85,20 +83,13 @@ async def run_rl(options: RlOptions, on_phase: OnPhase, on_step: Callable[[RlSte
 @asynccontextmanager
 async def _fleet(options: RlOptions, folder: Path, on_phase: OnPhase) -> AsyncIterator[_Fleet]:
     secret = secrets.token_hex(16)
-    players = Players(secret)
-    with xr.Engine("controller", transport=options.transport, secret=secret.encode()) as engine:
-        wire = EngineWire(engine)
-        box = mailbox(wire, secret.encode())
-        controller = WeightController(box)
-        box.start()
-        try:
-            fleet = _Fleet(options, folder, on_phase, players, controller)
-            await fleet.start()
-            yield fleet
-        finally:
-            await players.close()
-            await box.close()
-            wire.close()
+    async with (
+        opened_mailbox("controller", secret.encode(), transport=options.transport) as (_, box),
+        Players(secret) as players,
+    ):
+        fleet = _Fleet(options, folder, on_phase, players, WeightController(box))
+        await fleet.start()
+        yield fleet
 
 
 class _Fleet:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,9 @@ from typing import Any
 import msgspec
 
 import crossrail as xr
-from crossrail._options import SECRET_VARIABLE
-from crossrail.cli.weights.play import say
+from crossrail.cli.weights.play import main, say
 from crossrail.control.mailbox import Mailbox
-from crossrail.control.wire import EngineWire
 from crossrail.weights.rl.task import CONFIG, Rollout
-from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.reading import Reading
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.trainer import WeightTrainer
@@ -32,20 +28,11 @@ _TIMEOUT_S = 300.0  # our parent gives up before
 _LINE_BYTES_MAX = 1 << 24
 
 
-async def _play(spec: dict[str, Any]) -> None:
+async def _play(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
     import torch
 
     torch.set_num_threads(1)  # all processes share this machine's cores
-    engine = xr.Engine(f"{spec['role']}-{spec['rank']}", transport=spec["transport"])
-    wire = EngineWire(engine)
-    box = mailbox(wire, os.environb[SECRET_VARIABLE.encode()])
-    box.start()
-    try:
-        await (_train if spec["role"] == "trainer" else _serve)(spec, engine, box)
-    finally:
-        await box.close()
-        wire.close()
-        engine.close()
+    await (_train if spec["role"] == "trainer" else _serve)(spec, engine, box)
 
 
 async def _train(spec: dict[str, Any], engine: xr.Engine, box: Mailbox) -> None:
@@ -122,4 +109,4 @@ async def _told() -> AsyncIterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    asyncio.run(_play(json.loads(sys.argv[1])))
+    main(_play)
