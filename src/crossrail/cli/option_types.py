@@ -25,7 +25,7 @@ class IntRange(click.IntRange):
 
     name = "whole number"
 
-    def get_metavar(self, *_: Any) -> str:
+    def get_metavar(self, *_: Any, **__: Any) -> str:  # click 8.2 and later pass a context, too
         return "N"
 
 
