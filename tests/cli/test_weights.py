@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from crossrail.cli.main import main
+from crossrail.errors import CrossrailError
 from crossrail.weights import Plan
 from crossrail.weights.inventory.models import MODELS, Cluster, target_inventory, trainer_inventory
 from crossrail.weights.planning.show import new_figure
@@ -44,6 +45,21 @@ def test_plan_is_saved_shown_and_compared(tmp_path: Path) -> None:
     assert "4 trainers to 2 targets" in shown
     assert "the plans are the same" in run("weights", "show", one, "--compare", one)
     assert "bytes go another way" in run("weights", "show", one, "--compare", other, status=1)
+
+
+def test_heat_map_of_a_terminal_without_unicode_says_as_much(tmp_path: Path) -> None:
+    run("weights", "plan", *THIN, "-o", tmp_path / "plan")
+    shown = CliRunner(charset="ascii").invoke(main, ["weights", "show", str(tmp_path / "plan")]).output
+    assert "#" in shown and "?" not in shown
+
+
+def test_plan_is_saved_whoever_stops_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise CrossrailError("nobody reads")
+
+    monkeypatch.setattr("crossrail.cli.weights.plan.print_summary", gone)
+    run("weights", "plan", *THIN, "-o", tmp_path / "plan", status=1)
+    assert Plan.load(tmp_path / "plan").writes.size
 
 
 def test_plan_from_inventories(tmp_path: Path) -> None:

@@ -27,5 +27,5 @@ def sim(layers: int, seed: int, json_path: Path | None) -> None:
         cells = (f"{row.pages:,}", f"{row.transfer_ms:.3f}", *(f"{took_ms:.3f}" for took_ms in simulated.values()))
         table.add_row(f"{tokens:,}", *cells, f"{simulated[FITTED.name] / row.transfer_ms:.3f}")
         found.append({"tokens": tokens, "pages": row.pages, "published_ms": row.transfer_ms, "simulated_ms": simulated})
-    open_console(stderr=is_alone(json_path)).print(Fitted(table))
     write_json(json_path, {"format": _FORMAT, "seed": seed, "layers": layers, "results": found})
+    open_console(stderr=is_alone(json_path)).print(Fitted(table))

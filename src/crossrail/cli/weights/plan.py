@@ -40,11 +40,12 @@ def plan(
     targets = [one for one in found if one.role == "target"]
     made = make_plan(trainers, targets, PlanOptions(gather=gather, ignore=ignore))
     took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    if output is not None:
+        made.save(output)  # first: who reads one line of what follows, as by `| head -1`, wants the plan all the same
     print_summary(console, made)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     console.print(f"planned and proved in {took_s:.1f} s ({took_cpu_s:.1f} s of CPU), {peak / 2**30:.2f} GiB at most")
     if output is not None:
-        made.save(output)
         console.print(f"saved to {plain(str(output))}", markup=False, soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ from crossrail.weights import Plan
 from crossrail.weights.planning.show import Spread, differences, draw, heat_map, summary
 
 _LINES_MAX = 40
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SHADES_IN_ASCII = str.maketrans("·░▒▓█", ".:+*#")
 
 
 def print_summary(console: Console, plan: Plan) -> None:
@@ -56,8 +56,9 @@ def show(ctx: click.Context, file: Path, compare: Path | None, image: Path | Non
     console = open_console()
     plan = Plan.load(file)
     print_summary(console, plan)
+    shades = {} if console.encoding.lower().startswith("utf") else _SHADES_IN_ASCII
     for line in heat_map(plan, columns_max=max(console.width - 4, 16)):
-        console.print(f"  {line}", no_wrap=True)
+        console.print(f"  {line.translate(shades)}", no_wrap=True)
     if image is not None:
         with naming(image):
             draw(plan, image)
