@@ -114,6 +114,8 @@ def test_toy_takes_every_field_of_a_layout() -> None:
     ("option", "value", "words"),
     [
         ("separate_kv", "maybe", "option of the toy model: separate_kv='maybe' must be true or false"),
+        ("layers", "many", "option of the toy model: layers='many' must be a whole number"),
+        ("seed", "1.5", "option of the toy model: seed='1.5' must be a whole number"),
         ("seed", "-1", r"seed=-1 must be in 0\.\.2\*\*128-1"),
         ("seed", str(1 << 128), r"must be in 0\.\.2\*\*128-1"),
         ("token_us", "-1", "token_us=-1 must be microseconds, 0 to 1e6"),

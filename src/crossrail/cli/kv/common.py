@@ -277,7 +277,7 @@ def _of_transformers(module: str) -> Any:
 
 def _open_toy(options: dict[str, str]) -> ToyModel:
     try:
-        seed = int(options.pop("seed", "1"))
+        seed = _toy_int("seed", options.pop("seed", "1"))
         token_us = float(options.pop("token_us", "0"))
         if not 0 <= token_us <= 1e6:
             raise ValueError(f"token_us={token_us:g} must be microseconds, 0 to 1e6")
@@ -290,9 +290,18 @@ def _open_toy(options: dict[str, str]) -> ToyModel:
     return ToyModel(KvLayout(**(_TOY_LAYOUT | given)), seed, token_us / 1e6)  # type: ignore[arg-type]  # checked by KvLayout
 
 
+def _toy_int(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{key}={text!r} must be a whole number") from None
+
+
 def _toy_value(key: str, text: str) -> int | str | bool:
     """KeyError for no option, ValueError for no value of it."""
     kind = type(_TOY_LAYOUT[key])
+    if kind is int:
+        return _toy_int(key, text)
     if kind is not bool:
         return kind(text)
     if text.lower() not in _FLAGS:
