@@ -183,7 +183,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "doctor": {"background", "console", "json_output", "option_types"},
         "error": set(),
         "event_loop": set(),
-        "explain": {"meeting", "option_types", "rendezvous", "service", "text"},
+        "explain": {"rendezvous", "service", "text"},
         "group": {""},
         "inbox": set(),
         "json_output": {"option_types", "text"},
@@ -205,7 +205,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "memory": {"text"},
         "moe": {"child", "console", "group", "json_output", "option_types", "service", "tables", "text"},
         "option_types": {"text"},
-        "push": {"console", "meeting", "option_types", "rendezvous", "service", "source", "text", "wire"},
+        "push": {"console", "rendezvous", "service", "source", "text", "wire"},
         "rendezvous": {"meeting"},
         "serve": {
             "background",
@@ -226,7 +226,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "source": set(),
         "tables": set(),
         "text": set(),
-        "top": {"console", "live_view", "option_types"},
+        "top": {"console", "live_view", "option_types", "tables"},
         "topo": {"console", "json_output", "tables", "text"},
         "trace": {"console", "option_types", "tables"},
         "weights": {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console, ConsoleDimensions
-from rich.progress import TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
 _PIPE_COLUMNS = 140
 _DUMB_COLUMNS = 80
@@ -47,6 +47,18 @@ def _columns_of(terminal: IO[str], environment: dict[str, str]) -> int:
 def text_column(template: str) -> TextColumn:
     """A progress bar's text, without markup: a file's name may look like markup."""
     return TextColumn(template, markup=False)
+
+
+def bytes_progress(console: Console) -> Progress:
+    """Bars of bytes and their speed, on a terminal; elsewhere nothing."""
+    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+
+
+def count_progress(console: Console, *more: TextColumn) -> Progress:
+    """A bar of things done, on a terminal, which disappears at the end; elsewhere nothing."""
+    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), *more)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextlib.contextmanager

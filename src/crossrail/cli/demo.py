@@ -19,13 +19,13 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli.child import Child
-from crossrail.cli.console import open_console, text_column
+from crossrail.cli.console import bytes_progress, open_console
 from crossrail.cli.demo_plan import Segment, split_file
 from crossrail.cli.memory import check_memory
 from crossrail.cli.option_types import IntRange, size
@@ -245,16 +245,10 @@ def _run(plan: Plan, console: Console) -> bool:
     source_bytes = max(segment.nbytes for segment in segments)
     check_memory("the demo", 2 * pool_bytes + source_bytes, "make the pool smaller with --pool-bytes")
     receiver = Receiver(plan, pool_bytes)
-    columns = (
-        text_column("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
     with (
         receiver.engine,
         Child("crossrail.cli.demo_writer", "the writing process") as writer,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        bytes_progress(console) as progress,
     ):
         writer.call(
             "open",

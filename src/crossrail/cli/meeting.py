@@ -45,11 +45,6 @@ _BACKLOG = 32
 _ACCEPT_PAUSE_S = 0.2
 
 
-def shared_secret() -> bytes:
-    """The secret in the environment; empty if there is none. Never an argument: others can read command lines."""
-    return os.environb.get(SECRET_VARIABLE.encode(), b"")
-
-
 def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"crossrail meeting " + role + b"\0" + b"".join(parts), "sha256")
 

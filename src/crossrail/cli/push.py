@@ -13,16 +13,13 @@ from typing import TypeVar
 
 import click
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
 import crossrail as xr
 from crossrail._text import plain, rate_text
 from crossrail.cli import wire
-from crossrail.cli.console import open_console, text_column
-from crossrail.cli.meeting import shared_secret
-from crossrail.cli.option_types import rails as rails_type
+from crossrail.cli.console import bytes_progress, open_console
 from crossrail.cli.rendezvous import resolve
-from crossrail.cli.service import tls_options
+from crossrail.cli.service import rails_option, secret_of, tls_options
 from crossrail.cli.source import SourceFile
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -256,16 +253,10 @@ def _push(
     quiet: bool,
 ) -> None:
     console = open_console(quiet=quiet)
-    columns = (
-        text_column("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
     with (
         xr.Engine(rails=rails, tls=tls) as engine,
         engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
-        Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress,
+        bytes_progress(console) as progress,
     ):
         begun = time.monotonic()
         engine.connect(server)
@@ -301,7 +292,7 @@ def _warn_of_changes(source: SourceFile) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target")
 @click.option("--force", is_flag=True, help="Replace the file if it already exists.")
-@click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
+@rails_option
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing unless the push fails.")
 @tls_options
 def command(
@@ -314,5 +305,5 @@ def command(
     empty or ends with a slash, the file keeps its name.
     """
     with SourceFile(file) as source:
-        server, dst = resolve(target, shared_secret())
+        server, dst = resolve(target, secret_of())
         _push(source, server, destination(dst, file), rails, tls, force=force, quiet=quiet)

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+from rich.progress import Progress
 
 import crossrail as xr
 from crossrail._latest import Latest
@@ -24,13 +24,12 @@ from crossrail._options import SECRET_VARIABLE
 from crossrail._text import plain, rate_text
 from crossrail.cli import event_loop, wire
 from crossrail.cli.background import background_console
-from crossrail.cli.console import text_column
+from crossrail.cli.console import bytes_progress
 from crossrail.cli.inbox import FileRefused, Inbox, PartFile
-from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
+from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting
 from crossrail.cli.option_types import FloatRange, IntRange
-from crossrail.cli.option_types import rails as rails_type
 from crossrail.cli.rendezvous import Published, publish
-from crossrail.cli.service import rails_behind, records_on_signal, tls_options
+from crossrail.cli.service import rails_behind, rails_option, records_on_signal, secret_of, tls_options
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
@@ -394,7 +393,7 @@ async def _reachable(engine: xr.Engine, options: Options, secret: bytes) -> Asyn
     async with Meeting(options.listen, secret, engine.address) as meeting:
         host = engine.address.endpoints[0].rpartition(":")[0]
         # A secret that was drawn here is nowhere else; one of the user's is not for the screen.
-        setting = "" if shared_secret() else f"{SECRET_VARIABLE}={secret.decode()} "
+        setting = "" if secret_of() else f"{SECRET_VARIABLE}={secret.decode()} "
         yield f"{setting}crossrail push FILE {SCHEME}{host}:{meeting.port}/"
 
 
@@ -413,21 +412,15 @@ async def _serve(options: Options, limits: Limits) -> bool:
     main_task = asyncio.current_task()
     assert main_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
-    secret = shared_secret()
+    secret = secret_of()
     if options.listen is not None and not secret:
         secret = secrets.token_hex(16).encode()
-    columns = (
-        text_column("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
     with (
         background_console() as console,
         Inbox(options.directory) as inbox,
         _open_engine(options, secret) as engine,
         publish(options.name, engine.address) as published,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        bytes_progress(console) as progress,
     ):
         inbox.check_writable()
         async with _reachable(engine, options, secret) as remote:
@@ -456,7 +449,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     help="Serve other hosts too: those with the secret are answered on this port, and the rails use the ports after it "
     f"[without PORT: {DEFAULT_PORT}; 0: any].",
 )
-@click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
+@rails_option
 @click.option(
     "--pushes", type=IntRange(1, 1024), default=16, show_default=True, help="Maximum number of pushes at a time."
 )

@@ -76,6 +76,11 @@ def transport_option(default: str = "auto") -> Decorator:
     )
 
 
+rails_option = click.option(
+    "--rails", type=rails, default="1", show_default=True, help="Rails to open, or their interfaces."
+)
+
+
 def check_transport(transport: str) -> None:
     """Reports an invalid transport once, and early: before a command starts processes whose engines use it."""
     with xr.Engine("check", transport=transport):
@@ -109,8 +114,10 @@ engine_options = together(
 )
 
 
-def secret_of(file: Path | None) -> bytes:
-    """The secret in the file, which must have one, else in the environment, else an empty one."""
+def secret_of(file: Path | None = None) -> bytes:
+    """The secret in the file, which must have one, else in the environment, else an empty one. It is never an argument:
+    others can read command lines.
+    """
     if file is None:
         return os.environb.get(SECRET_VARIABLE.encode(), b"")
     secret = read_at_most(file, SECRET_BYTES_MAX, "secret").strip()

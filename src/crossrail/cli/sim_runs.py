@@ -15,10 +15,9 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
 
-from crossrail.cli.console import open_console, text_column
+from crossrail.cli.console import count_progress, open_console, text_column
 from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.sim_players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
@@ -44,15 +43,9 @@ def _play_all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Outcom
     """All outcomes in the order of the tasks; with a progress bar on a terminal."""
     if len(tasks) == 1:
         return [play_one(tasks[0])]
-    columns = (
-        text_column("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        text_column("{task.fields[failed]}"),
-    )
     outcomes, failed = [], 0
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        count_progress(console, text_column("{task.fields[failed]}")) as progress,
         closing(play_each(tasks, min(jobs, len(tasks)))) as played,
     ):
         bar = progress.add_task("", total=len(tasks), failed="")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
@@ -15,6 +16,11 @@ from rich.text import Text
 
 _ENDLESS = 1 << 16  # columns: nothing is wrapped there
 _FOLDED_LEAST = 24  # columns, for one whose words may be broken (overflow="fold")
+
+
+def plain_table() -> Table:
+    """A table with a line below its head, and no others."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import click
-from rich import box
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +18,7 @@ from crossrail._text import plain
 from crossrail.cli.console import open_console
 from crossrail.cli.live_view import patience_option, show_live
 from crossrail.cli.option_types import FloatRange, url_of
+from crossrail.cli.tables import plain_table
 from crossrail.errors import UsageError
 from crossrail.observe.samples import Interval, Labels, Scrape, scrape
 
@@ -174,7 +174,7 @@ _PEER_COLUMNS = (
 
 
 def _table(columns: tuple[_Column, ...], width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = plain_table()
     for column in columns:
         if column.of_width <= width:
             table.add_column(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +17,7 @@ from rich.tree import Tree
 
 from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.json_output import is_alone, json_option, write_json
-from crossrail.cli.tables import Fitted
+from crossrail.cli.tables import Fitted, plain_table
 from crossrail.cli.text import format_count
 from crossrail.default_rails import default_rails
 from crossrail.errors import UsageError
@@ -239,7 +236,7 @@ def _headline(topology: Topology) -> Text:
 def _print_choices(
     console: Console, topology: Topology, choices: Sequence[RailChoice], affinity: set[int] | None
 ) -> None:
-    table = _table()
+    table = plain_table()
     table.add_column("rails of", style="bold green", no_wrap=True)
     table.add_column("NICs", overflow="fold")
     table.add_column("why", style="dim")
@@ -260,10 +257,6 @@ def _core_list(cpus: tuple[int, ...]) -> str:
     return text if len(text) <= _CORES_COLUMNS else text.replace(",", ", ")
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-
-
 def _print_left_out(console: Console, choices: Sequence[RailChoice]) -> None:
     """NICs that no device uses, by the reason that the nearest device gives."""
     used = {rail.nic.name for choice in choices for rail in choice.rails}
@@ -278,7 +271,7 @@ def _print_left_out(console: Console, choices: Sequence[RailChoice]) -> None:
 
 
 def _reasons_table(title: str, candidates: Iterable[Candidate]) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column(title, overflow="fold", max_width=_NAMES_COLUMNS + 2)
     table.add_column("why", style="dim")
     for reason, names in _by_reason(candidates).items():
@@ -300,7 +293,7 @@ def _print_choice(console: Console, topology: Topology, choice: RailChoice, affi
     workers = worker_cpus(topology, choice, affinity)
     console.print(Text.assemble(("Rails of ", "bold"), (device.name, "bold green"), f"{place}: {choice.reason}"))
     console.print(Text(f"worker cores: {_core_list(workers.cpus) or 'unknown'} ({workers.reason})\n"))
-    table = _table()
+    table = plain_table()
     for header in ("rail", "kind", "speed", "distance", "why"):
         table.add_column(header, justify="right" if header == "speed" else "left")
     for rail in choice.rails:
@@ -331,8 +324,6 @@ def _read(root: Path | None) -> Topology:
 def _show(
     topology: Topology, devices: Sequence[Device], chosen: bool, need: Need | None, affinity: set[int] | None
 ) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets "?" for our arrows
     console = open_console(pipe_columns=_PIPE_COLUMNS)
     choices = [choose_rails(topology, device, need=need) for device in devices]
     if chosen:

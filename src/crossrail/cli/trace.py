@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.option_types import IntRange, OutputFile
-from crossrail.cli.tables import Fitted
+from crossrail.cli.tables import Fitted, plain_table
 from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
 from crossrail.observe.chrome import ChromeTrace
@@ -33,7 +32,7 @@ _STYLES = {
 
 
 def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = plain_table()
     for header in COLUMNS:
         table.add_column(header, justify="right" if header in _RIGHT else "left", no_wrap=header != "peer")
     for entry in entries:

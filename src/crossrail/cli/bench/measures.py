@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
+from rich.progress import Progress, TaskID
 
 from crossrail.cli.bench import (
     api,
@@ -25,10 +25,11 @@ from crossrail.cli.bench import (
     tcp_small,
     tcp_tls,
 )
+from crossrail.cli.bench.machine import busy_share, describe_machine
 from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
-from crossrail.cli.console import open_console, text_column
+from crossrail.cli.console import count_progress, open_console
 from crossrail.cli.json_output import is_alone
 from crossrail.cli.memory import check_memory
 from crossrail.errors import CrossrailError, UsageError
@@ -68,11 +69,7 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
     """Runs one measure after another, appending to results. A failing one is reported and does not stop the others,
     unless the peer is gone.
     """
-    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with (
-        Pair(settings) as pair,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    with Pair(settings) as pair, count_progress(console) as progress:
         task = progress.add_task("", total=len(measures) * runs)
         for measure in measures:
             progress.update(task, description=measure.title)
@@ -83,7 +80,7 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
                 _sample(measure, pair, result, runs, progress, task)
             except CrossrailError as error:
                 result.error = str(error)
-                console.print(f"{measure.name} failed: {error}", style="red", markup=False)
+                console.print(f"{measure.name} failed: {error}", style="red", markup=False, soft_wrap=True)
                 if not pair.child.alive:
                     raise
                 pair.reset()
@@ -123,10 +120,10 @@ def measure(
     check_cpus(settings.cpus)
     check_memory("the benchmark", _POOLS * pool_bytes, "make the pools smaller with --pool-bytes")
     console = open_console(stderr=is_alone(written.json_path))
-    console.print(report.describe_machine(), markup=False)
+    console.print(describe_machine(), markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
-    busy = report.busy_share(settings.cpus)
+    busy = busy_share(settings.cpus)
     report.warn_if_busy(busy, console)
     results: list[Result] = []
     with written.of(results, settings.to_json(), busy, console):

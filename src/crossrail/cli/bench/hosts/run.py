@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 import crossrail as xr
 from crossrail._options import SECRET_VARIABLE
@@ -21,11 +20,12 @@ from crossrail.cli.bench.hosts.places import BENCH, is_loopback, loopback_rails,
 from crossrail.cli.bench.hosts.post import MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.sweep import KINDS, Limit, Plan, measure, span_bytes
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
+from crossrail.cli.bench.machine import busy_share, describe_machine
 from crossrail.cli.bench.options import output_options
 from crossrail.cli.bench.outputs import Outputs
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
-from crossrail.cli.console import open_console, text_column
+from crossrail.cli.console import count_progress, open_console
 from crossrail.cli.json_output import is_alone
 from crossrail.cli.meeting import ask
 from crossrail.cli.option_types import FloatRange, IntRange, cpu_list, size
@@ -134,7 +134,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     engines = EngineOptions(options["transport"], rails, secret)
     console = open_console(stderr=is_alone(outputs.json_path))
     serve = ask(host, port, secret, BENCH)
-    busy = report.busy_share(choose_cpus())
+    busy = busy_share(choose_cpus())
     report.warn_if_busy(busy, console)
     results: list[Result] = []
     settings: dict[str, Any] = {}
@@ -173,8 +173,8 @@ def _measure_all(
     welcome = _meet(post, workers, engines, span, options["polling"])
     driver = Driver(post, workers, span, options["timeout_s"])
     explanation = driver.explain()
-    console.print(f"here:  {report.describe_machine()}", markup=False, soft_wrap=True)
-    console.print(f"there: {report.describe_machine(welcome.machine)}", markup=False, soft_wrap=True)
+    console.print(f"here:  {describe_machine()}", markup=False, soft_wrap=True)
+    console.print(f"there: {describe_machine(welcome.machine)}", markup=False, soft_wrap=True)
     console.print(str(explanation), markup=False, soft_wrap=True)
     cores = min(len(os.sched_getaffinity(0)), welcome.cores)
     limit = Limit(driver, explanation.transport, spins=2 * len(workers) <= cores)
@@ -191,8 +191,7 @@ def _measure_all(
         **plan.to_json(),
         "there": welcome.machine,
     }
-    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with count_progress(console) as progress:
         task = progress.add_task("", total=len(points) * plan.runs)
         for point in points:
             progress.update(task, description=f"{point.kind} {point.nbytes}")
