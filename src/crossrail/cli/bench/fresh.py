@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from typing import Any
 
-from crossrail.cli.bench.pair import python_command
 from crossrail.errors import CrossrailError
 
 _SCRIPT_TIMEOUT_S = 60.0
@@ -26,7 +26,7 @@ def run_script(script: str, text: str = "") -> Any:
     """The script's output, parsed as JSON."""
     try:
         done = subprocess.run(
-            [python_command(), "-c", script],
+            [sys.executable, "-c", script],
             input=text,
             capture_output=True,
             text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,11 +275,6 @@ def alternate_briefly(times: int, limit: Callable[[], float], measured: Callable
     """Like alternate(), for passes so short that most of them are not interrupted: medians."""
     pairs = [(limit(), measured()) for _ in range(times)]
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
-
-
-def python_command() -> str:
-    """The interpreter, for processes of our own."""
-    return sys.executable
 
 
 def permutation(count: int, seed: int) -> Indices:

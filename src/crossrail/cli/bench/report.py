@@ -12,19 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail.cli.bench.interval import Interval
-from crossrail.cli.bench.machine import busy_share, describe_machine
 from crossrail.cli.bench.spec import Result
-
-__all__ = [
-    "busy_share",
-    "describe_machine",
-    "figure",
-    "interval_text",
-    "make_table",
-    "one_line",
-    "ratio_text",
-    "warn_if_busy",
-]
 
 _TITLES_WIDTH = 124  # of a terminal that has room for titles
 _EXPENDABLE = ("95 %", "limit", "bar")  # columns that go, in this order, where there is no room for all

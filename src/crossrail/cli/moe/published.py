@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from crossrail.errors import UsageError
-
 
 class Gpu(NamedTuple):
     """Figures of a data sheet: bytes per second of a GPU's memory, and of NVLink in each direction."""
@@ -71,10 +69,3 @@ FIGURES: dict[str, dict[str, dict[int, Figure]]] = {
         },
     },
 }
-
-
-def cluster_of(name: str) -> Cluster:
-    """UsageError for a name that nobody knows."""
-    if name not in CLUSTERS:
-        raise UsageError(f"cluster {name!r} is not known; there are {', '.join(CLUSTERS)}")
-    return CLUSTERS[name]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from crossrail.cli.console import open_console
 from crossrail.cli.json_output import is_alone, write_json
-from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
+from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
 from crossrail.cli.tables import Fitted
 
@@ -38,7 +38,7 @@ def sim(
         table = _table(f"{one}: {TOKENS[one]} tokens of each rank; medians of all ranks, in us")
         for name in clusters:
             for count in ranks or _RANKS:
-                setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, node_sums, seed)
+                setting = Setting(CLUSTERS[name], count, TOKENS[one], rounds, private_tokens, node_sums, seed)
                 step = f"{len(found) + 1} of {total}: {one}, {name}, {count} ranks"
                 if not console.is_terminal:
                     console.print(step)

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from crossrail.cli.bench import report
+from crossrail.cli.bench.machine import busy_share, describe_machine
 from crossrail.cli.bench.moe import mpi
 from crossrail.cli.bench.moe.kernels import measure_kernels
 from crossrail.cli.bench.moe.posting import measure_posting
@@ -113,8 +114,8 @@ def moe(
         if why and not kernels:
             console.print(f"{name}: left out, {why}")
     options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
-    console.print(report.describe_machine(), markup=False)
-    busy = report.busy_share(choose_cpus())
+    console.print(describe_machine(), markup=False)
+    busy = busy_share(choose_cpus())
     results: list[Result] = []
     settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
     with written.of(results, settings, busy, console):
@@ -149,7 +150,7 @@ def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -
         if options.mpi:
             _sample_mpi(shape, count, ours, mpis, options)
     except CrossrailError as error:
-        console.print(f"{shape.name}, {count} ranks: {error}", style="red", markup=False)
+        console.print(f"{shape.name}, {count} ranks: {error}", style="red", markup=False, soft_wrap=True)
         for result in results:
             result.error = str(error)
     for result in results:

@@ -6,17 +6,16 @@ Rank 0 prints one line of JSON: for each step and round, when each rank arrived 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from crossrail.cli.bench.moe.work import MoeShape, rows_between
+from crossrail.cli.bench.peers.pair import mpiexec
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 300.0
@@ -26,19 +25,14 @@ def missing() -> str:
     """Why there is no MPI here; empty when there is."""
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
-    return "" if _mpiexec() else "mpiexec is not installed"
-
-
-def _mpiexec() -> str | None:
-    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))  # of a wheel in this environment
-    return beside or shutil.which("mpiexec")
+    return "" if mpiexec() else "mpiexec is not installed"
 
 
 def run(shape: MoeShape, ranks: int, rounds: int) -> list[dict[str, Any]]:
     """The times of each rank (rank.Times). CrossrailError if MPI fails."""
-    mpiexec = _mpiexec()
-    assert mpiexec is not None
-    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", __name__, json.dumps(shape.to_json()), str(rounds)]
+    program = mpiexec()
+    assert program is not None
+    command = [program, "-n", str(ranks), sys.executable, "-m", __name__, json.dumps(shape.to_json()), str(rounds)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

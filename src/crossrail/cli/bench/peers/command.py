@@ -15,13 +15,13 @@ from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
+from crossrail.cli.bench.report import warn_if_busy
 from crossrail.cli.console import open_console
 from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.memory import check_memory
 from crossrail.cli.option_types import FloatRange, IntRange, OutputFile, cpu_pair, size
 from crossrail.cli.tables import Fitted
 
-_BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
 
 
@@ -83,8 +83,7 @@ def peers(
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
     busy = machine.busy_share(settings.cpus)
-    if busy > _BUSY_MAX:
-        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
+    warn_if_busy(busy, console)
     outcomes = []
     for offer in chosen:
         if missing := offers.missing(offer):
