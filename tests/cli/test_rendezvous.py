@@ -44,3 +44,9 @@ def test_serve_is_found_where_the_host_hides_who_it_is(
 
     with rendezvous.publish(None, engine.address) as published:
         assert rendezvous.resolve(f"{published.name}:") == (engine.address, "")
+
+
+def test_file_that_no_serve_holds_is_told_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "left.serve").write_text("{}")
+    with pytest.raises(CrossrailError, match=rf"no crossrail serve holds {tmp_path}/left.serve: it has ended"):
+        rendezvous.resolve(f"{tmp_path}/left.serve:")

@@ -176,7 +176,8 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     by_path = "/" in name
     path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
     if not _is_alive(path, remove=not by_path):
-        raise CrossrailError(_no_such_serve(name))
+        ended = f"no crossrail serve holds {name}: it has ended, or this is not the file of its address"
+        raise CrossrailError(ended if by_path else _no_such_serve(name))
     return _read_address(path), dst
 
 
