@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
+
 
 class Copies:
     """Called by collective_rpc. Raises AssertionError, which ends the test."""
@@ -16,5 +18,6 @@ class Copies:
         found = {cache.data_ptr(): cache for cache in self.model_runner.kv_caches}
         assert len(found) == caches, f"{len(found)} KV caches"
         for cache in found.values():
-            contents = Counter(block.contiguous().numpy().tobytes() for block in cache if block.count_nonzero())
+            filled = (block.contiguous().view(torch.uint8) for block in cache if block.count_nonzero())
+            contents = Counter(block.numpy().tobytes() for block in filled)
             assert [*contents.values()].count(2) == blocks, contents.values()

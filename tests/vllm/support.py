@@ -19,6 +19,7 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
     "dtype": "float32",
+    "attention_backend": "CPU_MLA",  # of models with MLA: a CPU with AMX has another one, which cannot do float32
     "block_size": 32,
     "max_model_len": 512,
     "max_num_batched_tokens": 64,  # so that prompts are computed in chunks

@@ -4,31 +4,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.tiny_llama import make_mla_model, make_model, make_shared_cache_model, prompt
 from tests.vllm.conftest import QUICK, Start
 from tests.vllm.test_tokens import handed_over
 
 TOKENS = 150
+AMX = {"attention_backend": "AMX_MLA", "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("make", "block", "caches", "is_exact"),
+    ("make", "block", "caches", "is_exact", "more"),
     [
         # vLLM's CPU_MLA computes a token alone otherwise than among others, without a connector too: only bytes count.
-        (make_mla_model, 16, 3, False),
-        (make_shared_cache_model, 32, 4, True),
+        pytest.param(make_mla_model, 16, 3, False, {}, id="MLA"),
+        *([pytest.param(make_mla_model, 32, 3, False, AMX, id="AMX")] if torch.cpu._is_amx_tile_supported() else []),
+        pytest.param(make_shared_cache_model, 32, 4, True, {}, id="layers that share"),
     ],
-    ids=["MLA", "layers that share"],
-)  # fmt: skip
+)
 def test_an_instance_that_fetches_from_itself(
-    folder: Path, start: Start, make: Callable[[Path], Path], block: int, caches: int, is_exact: bool
+    folder: Path,
+    start: Start,
+    make: Callable[[Path], Path],
+    block: int,
+    caches: int,
+    is_exact: bool,
+    more: dict[str, str],
 ) -> None:
-    engine = {"block_size": block, "enable_prefix_caching": False, "max_num_batched_tokens": 512}
+    engine = {"block_size": block, "enable_prefix_caching": False, "max_num_batched_tokens": 512, **more}
+    name = f"{make.__name__}-{block}"
     both = start(
-        make.__name__,
+        name,
         "kv_both",
-        model=make(folder / make.__name__),
+        model=make(folder / name),
         options=QUICK,
         worker_extension_cls="tests.vllm.copies.Copies",
         **engine,

@@ -22,6 +22,7 @@ PACKINGS: dict[str, Kind] = {
     "FLASHINFER": "JOINT",
     "FLEX_ATTENTION": "JOINT",
     "TRITON_ATTN": "JOINT",
+    "AMX_MLA": "MLA",
     "CPU_MLA": "MLA",
     "CUTLASS_MLA": "MLA",
     "FLASHINFER_MLA": "MLA",
