@@ -131,7 +131,7 @@ def test_layers_that_differ_are_refused(changes: dict[str, Any]) -> None:
 def test_backends_that_are_known() -> None:
     plain = SimpleNamespace(num_head_slots=None, tokens_per_state=1)
     assert {kind_of(backend, plain) for backend in PACKINGS} == {"PACKED", "JOINT", "MLA"}
-    with pytest.raises(xr.UsageError, match=r"backend is MAMBA2_ATTN: supported are CPU_ATTN, .*TRITON_MLA"):
+    with pytest.raises(xr.UsageError, match=r"backend is MAMBA2_ATTN: supported are AMX_MLA, CPU_ATTN, .*TRITON_MLA"):
         kind_of("MAMBA2_ATTN", plain)
     with pytest.raises(xr.UsageError, match="FLASHINFER keeps K and V of this KV cache apart, in 16 slots"):
         kind_of("FLASHINFER", SimpleNamespace(num_head_slots=16, tokens_per_state=1))
