@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import crossrail as xr
+from crossrail.integrations.interface import SGLANG
 from crossrail.integrations.sglang import plugin
-from crossrail.integrations.sglang.versions import WRITTEN_AGAINST, check_interface
 
 
 class Base:
@@ -25,19 +25,19 @@ def test_an_argument_that_is_not_known_is_named() -> None:
     class Ours(Base):
         def __init__(self, mgr: Any) -> None: ...
 
-    with pytest.raises(xr.UsageError, match=rf"{WRITTEN_AGAINST}: Base\.__init__ is given room; install sglang=="):
-        check_interface(Ours, Base)
+    with pytest.raises(xr.UsageError, match=rf"{SGLANG.version}: Base\.__init__ is given room; install sglang=="):
+        SGLANG.check(Ours, Base)
 
 
 def test_what_is_abstract_still_is_named() -> None:
     from sglang.srt.disaggregation.base.conn import BaseKVSender
 
     with pytest.raises(xr.UsageError, match=r"BaseKVSender wants .*send"):
-        check_interface(BaseKVSender, BaseKVSender)
+        SGLANG.check(BaseKVSender, BaseKVSender)
 
 
 def test_what_fits_fits() -> None:
     class Ours(Base):
         def poll(self, more: int = 0) -> None: ...
 
-    check_interface(Ours, Base)
+    SGLANG.check(Ours, Base)

@@ -24,13 +24,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request, RequestStatus
 
 from crossrail.errors import UsageError
+from crossrail.integrations.interface import VLLM
 from crossrail.integrations.vllm import CrossrailConnector, stats
 from crossrail.integrations.vllm.caches import SPECS, Window, lengths_of, window_of
 from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.prompts import differ, hasher_of, prompt_of
 from crossrail.integrations.vllm.scheduler import COMPLETE
-from crossrail.integrations.vllm.versions import check_interface
 
 OURS = [
     name
@@ -61,8 +61,8 @@ def test_a_vllm_that_never_makes_one_of_our_calls_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"written against 0\.32: KVConnectorBase_V1 has no on_something_older; install"
     ):
-        check_interface(Older, KVConnectorBase_V1)
-    check_interface(CrossrailConnector, KVConnectorBase_V1)
+        VLLM.check(Older, KVConnectorBase_V1, are_all_called=True)
+    VLLM.check(CrossrailConnector, KVConnectorBase_V1, are_all_called=True)
 
 
 def test_a_vllm_that_lacks_what_we_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

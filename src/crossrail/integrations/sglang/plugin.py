@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from crossrail.errors import UsageError
+from crossrail.integrations.interface import SGLANG
 from crossrail.integrations.log_lines import mark_loggers
-from crossrail.integrations.sglang.versions import check_interface, refusal
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -77,7 +77,7 @@ def _classes() -> dict[str, type]:
     try:
         from crossrail.integrations.sglang import conn
     except ImportError as error:
-        raise UsageError(refusal(str(error))) from error
+        raise UsageError(SGLANG.refusal(str(error))) from error
     classes: dict[str, type] = {
         "manager": conn.CrossrailKVManager,
         "sender": conn.CrossrailKVSender,
@@ -85,5 +85,5 @@ def _classes() -> dict[str, type]:
         "bootstrap_server": conn.CrossrailKVBootstrapServer,
     }
     for ours in classes.values():
-        check_interface(ours, ours.__bases__[-1])
+        SGLANG.check(ours, ours.__bases__[-1])
     return classes

@@ -25,7 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from crossrail._extras import needs
-from crossrail.integrations.vllm.versions import refusal
+from crossrail.integrations.interface import VLLM
 
 if TYPE_CHECKING:
     from crossrail.integrations.vllm.connector import CrossrailConnector
@@ -45,4 +45,4 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         if not (error.name or "").startswith("vllm."):
             raise
-        raise ImportError(refusal(str(error)), name=error.name) from error
+        raise ImportError(VLLM.refusal(str(error)), name=error.name) from error

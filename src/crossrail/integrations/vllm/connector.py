@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance, Worker
+from crossrail.integrations.interface import VLLM
 from crossrail.integrations.log_lines import log_as
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.caches import form_of, kind_of, read_caches, window_of
@@ -30,7 +31,6 @@ from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.prompts import hasher_of
 from crossrail.integrations.vllm.scheduler import SchedulerSide
-from crossrail.integrations.vllm.versions import check_interface
 from crossrail.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -287,5 +287,5 @@ def _register() -> None:
         )
 
 
-check_interface(CrossrailConnector, KVConnectorBase_V1)
+VLLM.check(CrossrailConnector, KVConnectorBase_V1, are_all_called=True)
 _register()
