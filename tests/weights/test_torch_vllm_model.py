@@ -366,7 +366,8 @@ def test_parameter_that_vllms_model_lacks_is_named(backend: Any, memory: WeightM
 
 def engine_config(**model: Any) -> Any:
     parallel = SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=True, enable_eplb=False)
-    return SimpleNamespace(parallel_config=parallel, quant_config=None, model_config=SimpleNamespace(**model))
+    model_config = SimpleNamespace(**model)
+    return SimpleNamespace(parallel_config=parallel, quant_config=None, model_config=model_config, lora_config=None)
 
 
 def test_model_whose_memory_vllm_lets_go_is_refused(backend: Any) -> None:
@@ -383,6 +384,20 @@ def test_ways_to_divide_a_model_that_are_not_known_are_refused(backend: Any, fie
     setattr(config.parallel_config, field, value)
     with pytest.raises(xr.UsageError, match="weight transfer by crossrail"):
         backend.CrossrailWeightTransferEngine(None, config, None, make_model())
+
+
+def test_layers_that_vllm_wraps_for_adapters_are_refused(backend: Any) -> None:
+    config = engine_config()
+    config.lora_config = SimpleNamespace(max_lora_rank=8)
+    with pytest.raises(xr.UsageError, match="enable_lora: .* without --enable-lora, and merge adapters"):
+        backend.CrossrailWeightTransferEngine(None, config, None, make_model())
+
+
+@pytest.mark.parametrize("address", ["zz", 7])
+def test_controller_that_is_no_address_is_named(backend: Any, address: Any) -> None:
+    engine = backend.CrossrailWeightTransferEngine(None, engine_config(), None, make_model())
+    with pytest.raises(xr.UsageError, match=f"^controller is {address!r}, must be an address: "):
+        engine.init_transfer_engine(backend.CrossrailInitInfo(controller=address))
 
 
 class StuckWorker:

@@ -77,6 +77,11 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
                 "enable_eplb: vLLM moves experts while it runs, and weight transfer by crossrail needs them to stay. "
                 "Next: start it without"
             )
+        if vllm_config.lora_config is not None:
+            raise UsageError(
+                "enable_lora: vLLM wraps layers for adapters, and weight transfer by crossrail writes whole models "
+                "without. Next: start it without --enable-lora, and merge adapters at the trainers"
+            )
         if getattr(vllm_config.model_config, "enable_sleep_mode", False):
             raise UsageError(
                 "enable_sleep_mode: weight transfer by crossrail needs parameters that stay where they are in memory. "
@@ -89,10 +94,14 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
     def init_transfer_engine(self, init_info: CrossrailInitInfo) -> None:
         """Joins the controller. Called again: leaves, and joins again."""
         self.shutdown()
+        try:
+            controller = bytes.fromhex(init_info.controller)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"controller is {init_info.controller!r:.80}, must be an address: {error}") from None
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         link = Link(
-            controller=bytes.fromhex(init_info.controller),
+            controller=controller,
             rank=init_info.first_rank + rank,
             transport=init_info.transport,
             rails=init_info.rails,
