@@ -389,7 +389,7 @@ def test_ways_to_divide_a_model_that_are_not_known_are_refused(backend: Any, fie
 def test_layers_that_vllm_wraps_for_adapters_are_refused(backend: Any) -> None:
     config = engine_config()
     config.lora_config = SimpleNamespace(max_lora_rank=8)
-    with pytest.raises(xr.UsageError, match="enable_lora: .* without --enable-lora, and merge adapters"):
+    with pytest.raises(xr.UsageError, match=r"enable_lora: .* without --enable-lora, and merge adapters"):
         backend.CrossrailWeightTransferEngine(None, config, None, make_model())
 
 
