@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from crossrail.cli.weights.simulate import Costs, Outcome, Setting, adapted, collective_works, hulls_of, simulate
+from crossrail.cli.weights.simulate.lanes import Memory
 from crossrail.errors import UsageError
 from crossrail.sim.profiles import CX7
 from crossrail.weights import Inventory, Plan, PlanOptions, make_plan
@@ -127,6 +128,19 @@ def test_papers_way_gathers_all_that_a_rank_holds_part_of(sides: Sides) -> None:
 
 def test_same_seed_same_time(plan: Plan, sides: Sides) -> None:
     assert outcome(plan, sides, costs=FAST) == outcome(plan, sides, costs=FAST)
+
+
+def test_interrupt_is_all_that_is_told(
+    plan: Plan, sides: Sides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Memory, "give", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        outcome(plan, sides)
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("below", [1, 1 << 40])

@@ -98,11 +98,14 @@ class Trainer:
         )
         # A transfer that fails never gives its memory back: then the lanes would wait for ever.
         either: set[asyncio.Future[Any]] = {lanes, self._failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            await lanes
+        finally:
             lanes.cancel()
-            self._failed.result()
-        await lanes
+            await asyncio.gather(lanes, return_exceptions=True)  # else asyncio reports how they ended
         await asyncio.gather(*self._under_way)
         self.done_s = asyncio.get_running_loop().time()
         await self._wait_for_all(barrier, "end")
