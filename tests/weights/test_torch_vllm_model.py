@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"\[128, 128\] elements share a scale, and tensor parallelism divides them. Next: ",
     ),
     "no record": (lambda: linear(weight=torch.zeros(0)), "vLLM has not recorded how it loaded"),
-    "amx": (packed_for_amx, "weight is empty: vLLM's attention has packed it for AMX"),
+    "amx": (packed_for_amx, "packed it for AMX, .* Next: start vLLM with --attention-backend CPU_MLA"),
     "bias of another type": (other_type, r"\.bias: vLLM has made torch.float32 of it"),
     "experts for an untried kernel": (
         lambda: experts([0], doubles.Backend.MOONEP),

@@ -154,7 +154,8 @@ def _is_changed(name: str, module: torch.nn.Module) -> bool:
         is_empty = not module.weight.numel()
         if is_empty and getattr(module, "_cpu_skip_gemm_dispatch", False):
             raise UsageError(
-                f"{name}.weight is empty: vLLM's attention has packed it for AMX, and cannot do it again. {_ELSE}"
+                f"{name}.weight is empty: vLLM's attention has packed it for AMX, and cannot do it again. Next: start "
+                "vLLM with --attention-backend CPU_MLA"
             )
         return is_empty
     if kind is UnquantizedFusedMoEMethod:
