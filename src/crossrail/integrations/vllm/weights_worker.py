@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from typing import Any, TypeVar
 
 import crossrail as xr
 from crossrail import _ending
-from crossrail._files import SECRET_BYTES_MAX, read_at_most
-from crossrail._options import SECRET_VARIABLE
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.integrations.loop_thread import LoopThread
+from crossrail.integrations.secret import shared_secret
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services.messages import mailbox
@@ -54,16 +52,7 @@ class Link:
 
     def secret(self) -> bytes:
         """UsageError when there is none."""
-        if self.secret_file is not None:
-            try:
-                secret = read_at_most(self.secret_file, SECRET_BYTES_MAX, "secret").strip()
-            except OSError as error:
-                raise UsageError(f"secret_file: {error}") from None
-        else:
-            secret = os.environb.get(SECRET_VARIABLE.encode(), b"")
-        if not secret:
-            raise UsageError(f"weight transfer needs a secret that all share: {SECRET_VARIABLE}, or secret_file")
-        return secret
+        return shared_secret(self.secret_file, "weight transfer", "init_info")
 
 
 class WeightsWorker:
