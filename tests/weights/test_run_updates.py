@@ -24,6 +24,7 @@ from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.barrier import Barrier, EngineBarrier
 from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.step import Step
+from crossrail.weights.step.task import ReadyTask
 from tests.support.limits import SLOWNESS
 from tests.weights.allocations import no_engine_memory, python_bytes
 from tests.weights.conftest import MakeFleet
@@ -408,20 +409,19 @@ async def test_who_joins_during_an_update_is_in_the_next(
 async def test_small_tasks_are_prepared_many_at_a_time(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = make_fleet(trainer_count=1, plan_options=PlanOptions(write_bytes_min=1))
     controller = await fleet.start()
-    handed: list[list[int]] = []
-    prepare = Step._prepare
+    handed: list[int] = []
+    prepare = NumpyPreparer.prepare
 
-    def recorded(step: Step, some: list[int]) -> float:
-        handed.append(list(some))
-        return prepare(step, some)
+    def recorded(preparer: NumpyPreparer, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        handed.append(len(tasks))
+        prepare(preparer, tasks)
 
-    monkeypatch.setattr(Step, "_prepare", recorded)
+    monkeypatch.setattr(NumpyPreparer, "prepare", recorded)
     await fleet.update(1)
     await fleet.assert_holds(1)
     assert controller.plan is not None
-    prepared = [index for index, row in enumerate(controller.plan.tasks) if not row["direct"]]
-    assert sorted(index for some in handed for index in some) == prepared
-    assert len(handed) < len(prepared)
+    prepared = int((~controller.plan.tasks["direct"]).sum())
+    assert sum(handed) == prepared > len(handed)
 
 
 async def test_nobody_reads_from_a_trainer_that_has_not_offered_yet(make_fleet: MakeFleet) -> None:

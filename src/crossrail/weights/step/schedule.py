@@ -12,7 +12,7 @@ class Schedule:
     """The tasks of one step.
 
     sizes: bytes of the arena that each task takes while in progress. groups: of each task, ascending. names: for
-    errors.
+    errors. bases: where the pieces of tasks in progress begin.
 
     Lifecycle of a task: 1. begin() gives it a piece. 2. prepared(): its sources are not needed any more. 3. finished():
     the piece is free again. Of a group: 1. enter(). 2. is_prepared: all of its tasks are; the caller waits for the
@@ -34,7 +34,7 @@ class Schedule:
         self._next = 0
         self._group: int | None = None
         self._unprepared = 0  # of those begun
-        self._bases: dict[int, int] = {}
+        self.bases: dict[int, int] = {}
 
     @property
     def is_prepared(self) -> bool:
@@ -42,14 +42,9 @@ class Schedule:
         return not self._unprepared and not self._has_next
 
     @property
-    def under_way(self) -> int:
-        """Tasks begun and not finished."""
-        return len(self._bases)
-
-    @property
     def is_over(self) -> bool:
         """Whether all tasks of all groups are finished."""
-        return self._next == len(self._sizes) and not self._bases
+        return self._next == len(self._sizes) and not self.bases
 
     @property
     def _has_next(self) -> bool:
@@ -63,18 +58,18 @@ class Schedule:
         if base is None:
             return None
         task, self._next = self._next, self._next + 1
-        self._bases[task] = base
+        self.bases[task] = base
         self._unprepared += 1
         return task, base
 
     def prepared(self, task: int) -> None:
         """The task's buffer is made: it reads nobody's weights any more."""
-        assert task in self._bases
+        assert task in self.bases
         self._unprepared -= 1
 
     def finished(self, task: int) -> None:
         """Nothing touches the task's piece of the arena any more."""
-        self._arena.give(self._bases.pop(task), self._sizes[task])
+        self._arena.give(self.bases.pop(task), self._sizes[task])
 
     def enter(self, group: int) -> None:
         """Goes on to a group, in which this trainer may have no tasks. Earlier groups are prepared."""

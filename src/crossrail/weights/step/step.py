@@ -114,7 +114,6 @@ class Step:
         self._meets_first = meets_first
         sizes = [task.piece_bytes for task in tasks]
         self._schedule = Schedule(arena, sizes, [task.group for task in tasks], [task.name for task in tasks])
-        self._bases: dict[int, int] = {}
         # By task in a stage: its transfers that were not yet seen to be done; the next one to check is the last.
         self._gathering: dict[int, list[xr.Transfer]] = {}
         self._may_load = any(task.loads for task in tasks)
@@ -231,7 +230,6 @@ class Step:
         while self._may_begin and (next_task := self._schedule.begin()) is not None:
             index, base = next_task
             task = self._tasks[index]
-            self._bases[index] = base
             if task.is_direct:
                 self._schedule.prepared(index)
                 self._write(index)
@@ -264,17 +262,9 @@ class Step:
     def _load_next(self) -> int:
         if self._loading is not None or not self._gathered:
             return 0
-        some = self._some_of(self._gathered)
-        loop = asyncio.get_running_loop()
-        self._loading = some, loop.run_in_executor(self._loader, self._load, some)
-        return len(some)
-
-    def _load(self, some: list[int]) -> float:
-        """On the loader's thread. Seconds of real time."""
         assert self._preparer is not None
-        begun = time.perf_counter()
-        self._preparer.load([(self._tasks[index], self._bases[index]) for index in some])
-        return time.perf_counter() - begun
+        self._loading = self._hand_over(self._gathered, self._preparer.load, self._loader)
+        return len(self._loading[0])
 
     def _collect_loaded(self) -> int:
         if self._loading is None or not self._loading[1].done():
@@ -287,27 +277,22 @@ class Step:
     def _prepare_next(self) -> int:
         if self._preparing is not None or not self._ready:
             return 0
-        some = self._some_of(self._ready)
-        loop = asyncio.get_running_loop()
-        self._preparing = some, loop.run_in_executor(self._executor, self._prepare, some)
-        return len(some)
+        assert self._preparer is not None
+        self._preparing = self._hand_over(self._ready, self._preparer.prepare, self._executor)
+        return len(self._preparing[0])
 
-    def _some_of(self, waiting: deque[int]) -> list[int]:
-        """Taken off it: as many as go to a thread in one go."""
+    def _hand_over(
+        self, waiting: deque[int], work: Callable[[list[tuple[ReadyTask, int]]], None], executor: Executor | None
+    ) -> tuple[list[int], asyncio.Future[float]]:
+        """As many of those that wait as go to the executor's thread in one go; and how long that works, in seconds."""
         assert self._preparer is not None
         some: list[int] = []
         nbytes = 0
         while waiting and len(some) < _HANDED_MAX and nbytes < self._preparer.bytes_at_once:
             some.append(waiting.popleft())
             nbytes += self._tasks[some[-1]].piece_bytes
-        return some
-
-    def _prepare(self, some: list[int]) -> float:
-        """On the executor's thread. Seconds of real time."""
-        assert self._preparer is not None
-        begun = time.perf_counter()
-        self._preparer.prepare([(self._tasks[index], self._bases[index]) for index in some])
-        return time.perf_counter() - begun
+        tasks = [(self._tasks[index], self._schedule.bases[index]) for index in some]
+        return some, asyncio.get_running_loop().run_in_executor(executor, _timed, work, tasks)
 
     def _collect_prepared(self) -> int:
         if self._preparing is None or not self._preparing[1].done():
@@ -330,7 +315,6 @@ class Step:
             if is_written:
                 del self._writing[index]
                 self._schedule.finished(index)
-                del self._bases[index]
                 self.report.tasks += 1
                 self.report.writes += self._tasks[index].write_count
                 self.report.written_bytes += self._tasks[index].write_bytes
@@ -350,7 +334,7 @@ class Step:
     def _write(self, index: int) -> None:
         task, places = self._tasks[index], self._places
         if task.own_region is None:
-            region, base = places.arena, self._bases[index]
+            region, base = places.arena, self._schedule.bases[index]
         else:
             region, base = places.sources[task.own_region], task.own_offset
         assert region is not None
@@ -398,6 +382,13 @@ class Step:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _timed(work: Callable[[list[tuple[ReadyTask, int]]], None], tasks: list[tuple[ReadyTask, int]]) -> float:
+    """Seconds of real time that it took."""
+    begun = time.perf_counter()
+    work(tasks)
+    return time.perf_counter() - begun
 
 
 def _watched(stage: Mapping[int, list[xr.Transfer]]) -> list[xr.Transfer]:
