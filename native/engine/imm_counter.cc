@@ -166,21 +166,25 @@ uint64_t ImmCounter::notify(uint64_t count, Notifier* notifier, uint64_t cookie)
     waiters_.push_back({ticket, count * kUnitsPerCount, Ref<Notifier>::share(notifier), nullptr, cookie});
     note_waiters();
   }
-  serve();
+  try {
+    serve();
+  } catch (const std::bad_alloc&) {  // to tell us, or somebody before us; our caller will not expect to be told
+    if (withdraw(ticket)) throw;
+  }
   return ticket;
 }
 
 bool ImmCounter::cancel_notify(uint64_t ticket) {
-  {
-    std::lock_guard lock(lock_);
-    const auto found =
-        std::find_if(waiters_.begin(), waiters_.end(), [&](const Waiter& waiter) { return waiter.ticket == ticket; });
-    if (found == waiters_.end()) return false;
-    waiters_.erase(found);
-    note_waiters();
-  }
+  if (!withdraw(ticket)) return false;
   serve();  // the withdrawn wait may have held back smaller ones
   return true;
+}
+
+bool ImmCounter::withdraw(uint64_t ticket) {
+  std::lock_guard lock(lock_);
+  const bool is_queued = std::erase_if(waiters_, [&](const Waiter& waiter) { return waiter.ticket == ticket; }) > 0;
+  if (is_queued) note_waiters();
+  return is_queued;
 }
 
 // Queues before it drives: whoever asks later is served later.

@@ -77,6 +77,8 @@ class ImmCounter : public RefCounted<ImmCounter> {
     uint64_t cookie;
   };
   void serve();
+  // Takes that waiter out of the queue. False: it is not in it.
+  bool withdraw(uint64_t ticket);
   void tell(std::atomic<uint32_t>* word, uint32_t what);
   // Takes `needed` units if that many are available.
   bool take(uint64_t needed);

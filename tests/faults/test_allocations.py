@@ -97,6 +97,21 @@ COUNT = """
         print(refuse_each(lambda: counter._give_back(1), check))
 """
 
+ASK = """
+        counter = b.imm_counter(7)
+        told = xr._core.Notifier()
+        counter._give_back(1)
+
+        def check():  # a call that failed takes no counts, now or later
+            assert counter.poll() == 1 - len(told.drain())
+            counter._give_back(1)
+            assert len(told.drain()) == 0
+            counter.wait(counter.poll(), 10)
+            counter._give_back(1)
+
+        print(refuse_each(lambda: counter._notify(1, told, 0), check))
+"""
+
 CLOSE = """
         regions = [b.alloc(100) for _ in range(200)]
 
@@ -179,6 +194,7 @@ def refused_each(act: str, transport: str) -> int:
         (WRITE, "shm", 3),
         (WATCHER, "shm", 1),
         (COUNT, "shm", 1),
+        (ASK, "shm", 1),
         (CLOSE, "tcp", 0),
         (AWAIT, "shm", 1),
         (AWAIT, "tcp", 1),
@@ -193,6 +209,7 @@ def refused_each(act: str, transport: str) -> int:
         "write",
         "watch",
         "count",
+        "ask",
         "close",
         "await-shm",
         "await-tcp",
