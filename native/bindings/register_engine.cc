@@ -174,7 +174,8 @@ Raises PeerLost when the peer cannot be reached, is gone or of an older incarnat
       .def(
           "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(peer); }, nb::arg("peer").none(),
           nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
-          "Fails every transfer to this peer with PeerLost and drops all state about it. The address can connect anew.")
+          "Fails every transfer to this peer with PeerLost and drops all state about it. The address can connect "
+          "again.")
       .def("add_peer_group", &add_peer_group, nb::arg("peers").none(),
            nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),
            "Resolves peers beforehand for submit_scatter and submit_barrier. Order is kept.")

@@ -1,5 +1,5 @@
-// The kernels that we launch, in PTX: the driver compiles them for the GPU at hand, and building needs nothing from
-// CUDA.
+// The kernels that we launch, in PTX: the driver compiles them for the GPU that it finds, and building needs nothing
+// from CUDA.
 #pragma once
 
 #include <cstddef>

@@ -100,7 +100,7 @@ std::string why_no_vmm(const Driver& driver, int gpu) {
     return "this driver has no virtual memory management (CUDA 10.2 and newer have)";
   }
   if (!has_attribute(driver, kDeviceHasVmm, gpu)) return "the driver has no virtual memory management" + on(gpu);
-  if (!has_attribute(driver, kDeviceGivesFds, gpu)) return "the driver gives no file descriptors of memory" + on(gpu);
+  if (!has_attribute(driver, kDeviceGivesFds, gpu)) return "the driver exports no file descriptors of memory" + on(gpu);
   return {};
 }
 

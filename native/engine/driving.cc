@@ -85,8 +85,8 @@ uint32_t EngineCore::poll_transports() {
   return moved;
 }
 
-// An exception would leave the holder's work half done and the progress lock taken for good: everybody would wait for
-// ever. Nothing here throws except allocation, and then the worker could not go on either.
+// An exception would leave the holder's work half done and the progress lock taken: everybody would wait for ever.
+// Nothing here throws except allocation, and then the worker could not go on either.
 uint32_t EngineCore::round() try {
   assert_holder();
   constexpr uint32_t kIdleRounds = 32;  // take longer than the gaps between entries of a burst
@@ -156,7 +156,7 @@ void EngineCore::worker_main() {
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
     // While anybody drives, look again from time to time, so that frozen peers are noticed; after 0.2 s without events,
-    // sleep for good. The fence pairs with the one in arm(), which leave() calls before it loads the flag: whoever
+    // sleep until woken. The fence pairs with the one in arm(), which leave() calls before it loads the flag: whoever
     // leaves a transfer behind sees the flag, or we see the transfer in inflight().
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
@@ -329,7 +329,7 @@ void EngineCore::submit_here(Transfer* transfer) try {
 void EngineCore::submit(Transfer* transfer) {
   int attempts = 0;
   while (!submits_.try_push(transfer)) {
-    // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
+    // Back-pressure: help until there is room. If the engine closes meanwhile, close() empties the queue.
     if (is_simulated()) {
       bool pushed = false;
       wait_in_simulation([&] { return closed() || (pushed = submits_.try_push(transfer)); }, kNoDeadline, {});

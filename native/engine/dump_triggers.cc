@@ -156,12 +156,13 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   constexpr size_t kDirectoryBytesMax = 512;
   if (directory_.size() > kDirectoryBytesMax) throw UsageError("directory is a path of more than 512 bytes");
   if (is_of_a_crash(signal_number)) {
-    throw UsageError("signum = " + std::to_string(signal_number) +
-                     " comes of a crash, which would begin anew once its handler returns: choose another signum");
+    throw UsageError(
+        "signum = " + std::to_string(signal_number) +
+        " is raised by a crash, which would happen again as soon as its handler returned: choose another signum");
   }
   struct sigaction before{};
   if (sigaction(signal_number, nullptr, &before) != 0)
-    throw UsageError("signum = " + std::to_string(signal_number) + " is no signal that can be handled");
+    throw UsageError("signum = " + std::to_string(signal_number) + " is not a signal that can be handled");
   // acquire: pairs with the release at the end: the object is complete.
   SignalDump* other = the_dump.load(std::memory_order_acquire);
   if (other != nullptr && other->owner_pid_ == getpid())

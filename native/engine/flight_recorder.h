@@ -195,7 +195,7 @@ class FlightRecorder {
   bool is_on() const { return entries_ != 0; }
 
   // --- progress holder ---
-  // Some time has passed: the next entry reads the clock anew.
+  // Some time has passed: the next entry reads the clock again.
   void new_moment() { ticks_end_ = ticks_; }
   // Into the engine's ring.
   void record(const FlightEntry& entry) { record(0, kAnyRail, entry); }

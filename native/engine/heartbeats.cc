@@ -19,7 +19,7 @@ std::string exact_seconds_text(int64_t ns) {
 
 void Heartbeats::tend(int64_t now) {
   if (now < due_ns_) return;
-  // We ourselves stood still: nobody had a chance to answer meanwhile.
+  // We ourselves were stopped: nobody had a chance to answer.
   const bool has_slept = tended_ns_ != 0 && now - due_ns_ > interval_ns_ / 2;
   tended_ns_ = now;
   due_ns_ = now + interval_ns_;
@@ -45,7 +45,7 @@ void Heartbeats::tend_peer(Peer& peer, int64_t now) {
   const std::string detail = "no answer to a heartbeat for " + exact_seconds_text(silent_ns);
   if (silent_ns >= kFrozenAfter * interval_ns_) {
     core_->set_liveness(peer, PeerState::kFrozen,
-                        detail + ": its process stands still or gets no core, or its network fails");
+                        detail + ": its process is stopped or gets no CPU time, or its network fails");
   } else if (silent_ns >= interval_ns_ && peer.state() == PeerState::kConnected) {
     core_->set_liveness(peer, PeerState::kSlow, detail);
   }

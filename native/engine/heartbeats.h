@@ -4,7 +4,7 @@
 // then is a round trip through both engines. At most one per peer is in flight.
 //   answered within an interval            connected
 //   an interval without an answer          slow
-//   kFrozenAfter intervals without one     frozen: its kernel or network accepts what we send, its process stands still
+//   kFrozenAfter intervals without one     frozen: its kernel or network accepts what we send, its process does not run
 //   lost                                   decided by the transport, which an unanswered heartbeat prompts to check
 #pragma once
 

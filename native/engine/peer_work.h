@@ -41,7 +41,7 @@ struct PeerWork {
   TimedWork timed;
   bool is_busy = false;
   bool is_told_lost = false;          // an event has reported it: no other does until there has been a link again
-  bool is_worth_another_try = false;  // lost for want of resources on our side: the next operation reconnects
+  bool is_worth_another_try = false;  // lost because this side lacked resources: the next operation reconnects
   std::string note;                   // why lost or frozen
 
   // Nothing is queued: gives back the memory of long queues. Only another such burst makes them grow again.

@@ -47,8 +47,8 @@ std::string obstacle(TransportKind kind, const Address& own, const Address& peer
 
 // Between hosts. `better`: what rules out the transports that are preferred to this one.
 std::string reason_for(TransportKind kind, const Address& own, const Address& peer, const std::string& better) {
-  if ((own.transports & (own.transports - 1)) == 0) return "asked for by transport='" + asked_for(own, kind) + "'";
-  if (kind == TransportKind::kNull) return "asked for by transport='null'";
+  if ((own.transports & (own.transports - 1)) == 0) return "requested by transport='" + asked_for(own, kind) + "'";
+  if (kind == TransportKind::kNull) return "requested by transport='null'";
   const bool is_near = same_host(own, peer);
   return (is_near && !peer.has(TransportKind::kShm) ? "the peer has no shm: it asked for " + asked_for(peer, kind)
                                                     : std::string("it is ") + place_of(own, peer)) +

@@ -46,7 +46,7 @@ class TransferPool {
   mutable SpinLock lock_;
   Transfer* free_ = nullptr;
   uint64_t out_ = 0;
-  // What a burst needed is not kept for good. The storage of the transfers in free_ is at most kBytesKeptMax at any
+  // What a burst needed is not kept for ever. The storage of the transfers in free_ is at most kBytesKeptMax at any
   // time. Of transfers beyond kIdleMax each take() deletes one: give_back() may run where no region may end.
   uint64_t bytes_kept_ = 0;
   uint64_t idle_ = 0;  // length of free_

@@ -100,8 +100,8 @@ std::string why_no_hardware(TransportKind kind, const EngineOptions& options, st
   return "only software devices here, slower than tcp";
 }
 
-// Not passed over in silence: peers on this host would go by tcp for as long as the engine lives. But who cannot mend
-// what shm lacks can do without it.
+// An error, not a silent fallback: peers on this host would be reached by tcp for as long as the engine lives. But
+// whoever cannot fix what shm lacks can do without it.
 std::unique_ptr<Transport> open_or_name_tcp(TransportKind kind, const TransportOptions& options, Sink* sink) {
   try {
     return open_transport(kind, options, sink);

@@ -127,7 +127,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, interrupted.due_ns(now));
-    // If nobody else drives, look again soon: the waiter in front may have gone for good.
+    // If nobody else drives, look again soon: the waiter in front may never come back.
     visit.sleep(sleep, manual ? std::min(until, now + 1'000'000) : until);
     // After a sleep that was worth it: look, help once, sleep again.
     const bool was_short = visit.is_in_front() && guests_patience_.note_sleep(now_ns() - now);

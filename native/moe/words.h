@@ -56,7 +56,7 @@ bool seal(Word& word, uint32_t round);
 // What is awaited, and from whom.
 struct Awaited {
   Word* word = nullptr;
-  Word* farewell = nullptr;    // not 0 once the owner has given up for good
+  Word* farewell = nullptr;    // not 0 once the owner has given up
   const Word* then = nullptr;  // what the owner owes this round after that; null: nothing
   Peer* owner = nullptr;       // null: ourselves
   bool is_masked = false;      // with `absent`: not waited for
@@ -65,7 +65,7 @@ struct Awaited {
 // A far rank, which has no word here.
 struct Watched {
   Peer* peer = nullptr;
-  // What it counts here in place of these words, and once it has given up for good; null where it counts nothing.
+  // What it counts here in place of these words, and once it has given up; null where it counts nothing.
   const ImmCounter* part = nullptr;
   const ImmCounter* farewell = nullptr;
   const ImmCounter* then = nullptr;

@@ -190,7 +190,7 @@ HostAddress find_address(const std::string& name, const std::vector<HostAddress>
   HostAddress address = parse_address(name, present);
   if (!address.text.empty()) {
     if (!address.netdev.empty() || address.is_loopback) return address;
-    throw UsageError("rails: " + name + " is no address of this host; it has: " + list_text(present));
+    throw UsageError("rails: " + name + " is not an address of this host; it has: " + list_text(present));
   }
   for (const auto& [wants_last, wants_v6] : {std::pair(false, false), {false, true}, {true, false}, {true, true}}) {
     for (const HostAddress& other : present) {

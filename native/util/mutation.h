@@ -30,7 +30,7 @@ enum class Mutation : uint8_t {
   kKeepOldKey,              // revoke() leaves the NICs the key that peers know
   kCountUnverified,         // a checked write is counted whatever its checksum
   kVerifiedAlsoCounts,      // the immediate of a checked write travels with its bytes as well
-  kNeverThaw,               // a peer that stood still is never reported to move again
+  kNeverThaw,               // a peer that was frozen is never reported to move again
   kSlotOneRowLate,          // moe: private rows land a row behind their slot
   kForgetRemainder,         // moe: rows that do not fit the slot are not waited for
   kOneParity,               // moe: odd rounds use the rows' memory of even ones

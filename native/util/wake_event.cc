@@ -25,11 +25,11 @@ WakeEvent WakeEvent::adopt(Fd fd) {
   const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), target, sizeof target - 1);
   if (length < 0 && errno == ENOENT) {
     throw UsageError(
-        "this process sees no /proc, without which it cannot tell that the descriptor to ring is an "
+        "this process sees no /proc, which it needs to check that the descriptor to ring is an "
         "eventfd: mount it (container runtimes do), or use transport='tcp'");
   }
   if (length < 0 || std::string_view(target, static_cast<size_t>(length)) != "anon_inode:[eventfd]") {
-    throw UsageError("the descriptor to ring is no eventfd but '" + std::string(target) + "'");
+    throw UsageError("the descriptor to ring is not an eventfd but '" + std::string(target) + "'");
   }
   if ((fcntl(fd.get(), F_GETFL) & O_NONBLOCK) == 0) throw UsageError("the eventfd to ring is a blocking one");
   return WakeEvent(std::move(fd));

@@ -142,7 +142,7 @@ def test_shortage_of_descriptors_is_told_once_and_passes(engine: xr.Engine, capl
 
         assert ask("127.0.0.1", port, SECRET) == engine.address
     [told] = caplog.records
-    assert told.getMessage().startswith("cannot take in more connections: Too many open files")
+    assert told.getMessage().startswith("cannot accept more connections: Too many open files")
     assert told.exc_info is None
 
 

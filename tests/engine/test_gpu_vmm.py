@@ -176,7 +176,7 @@ def test_devices(gpu: FakeGpu, open_engine: EngineFactory) -> None:
 def test_what_is_missing_is_told(gpu: FakeGpu, open_engine: EngineFactory) -> None:
     engine = open_engine()
     gpu.set_vmm(gives_fds=False)
-    with pytest.raises(xr.TransportError, match=r"gives no file descriptors .*engine\.register"):
+    with pytest.raises(xr.TransportError, match=r"exports no file descriptors .*engine\.register"):
         engine.alloc(64, device="cuda:0")
     gpu.set_vmm(has_vmm=False)
     with pytest.raises(xr.TransportError, match=r"no virtual memory management .*engine\.register"):

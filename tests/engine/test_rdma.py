@@ -28,12 +28,12 @@ def moved(src: xr.Engine, dst: xr.Engine) -> bool:
 @pytest.mark.parametrize(
     ("here", "there", "transport", "reason"),
     [
-        ("ofi:tcp", "ofi:tcp", "ofi", "asked for by transport='ofi:tcp'"),
+        ("ofi:tcp", "ofi:tcp", "ofi", "requested by transport='ofi:tcp'"),
         ("shm+ofi:tcp", "shm+ofi:tcp", "shm", "same host: shared memory"),
         ("shm+ofi:tcp", "ofi:tcp", "ofi", "the peer has no shm: it asked for ofi:tcp"),
         ("tcp+ofi:tcp", "tcp+ofi:tcp", "ofi", "the peer has no shm: it asked for ofi:tcp"),
         ("tcp+ofi:tcp", "tcp", "tcp", "the peer has no shm: it asked for tcp; it has no ofi"),
-        ("tcp", "tcp+ofi:tcp", "tcp", "asked for by transport='tcp'"),
+        ("tcp", "tcp+ofi:tcp", "tcp", "requested by transport='tcp'"),
         ("auto", "tcp+ofi:tcp", "tcp", "the peer has no shm: it asked for tcp; it has ofi, this engine does not.*"),
     ],
 )

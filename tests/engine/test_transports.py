@@ -47,7 +47,7 @@ def test_null_moves_nothing_and_says_so(open_engine: EngineFactory) -> None:
 
     assert (dst.array() == 0).all()
     explanation = one.explain(two.address)
-    assert (explanation.transport, explanation.reason) == ("null", "asked for by transport='null'")
+    assert (explanation.transport, explanation.reason) == ("null", "requested by transport='null'")
 
 
 def test_refusal_says_what_both_sides_have(open_engine: EngineFactory) -> None:

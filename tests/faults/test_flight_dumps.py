@@ -253,7 +253,7 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
     assert "signum = 19 " in lines[4]
-    assert all("comes of a crash" in line for line in lines[5:9])
+    assert all("is raised by a crash" in line for line in lines[5:9])
     assert lines[9].startswith("signum must be a whole number, not ") and f"signum = {1 << 40} is no" in lines[10]
     assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[11]
     assert "directory = '/proc/self/stat' is not a directory" in lines[12] and "directory must be a path" in lines[13]

@@ -147,7 +147,7 @@ def test_library_that_is_not_there_is_named_with_what_to_do() -> None:
 def test_library_that_is_another_one_is_refused() -> None:
     libc = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libc.so.6" in line)
     done = opened_with(libc)
-    assert "is no libfabric" in done.stderr
+    assert "is not libfabric" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_who_comes_again_and_again_fills_no_log() -> None:
 @pytest.mark.parametrize(
     ("transport", "reason"),
     [
-        ("tcp", "asked for by transport='tcp'"),
+        ("tcp", "requested by transport='tcp'"),
         ("auto", "it is on this host; no shm: it belongs to user 0, and this process to user 65534"),
     ],
 )

@@ -151,8 +151,8 @@ CONFINED = """
 @pytest.mark.parametrize(
     ("transport", "said"),
     [
-        ("auto", "it is on this host; no shm: what confines this process (AppArmor, SELinux, Landlock) forbids it to"),
-        ("shm", "forbids it to connect to the peer's unix socket; allow it, or use transport='tcp'"),
+        ("auto", "it is on this host; no shm: a security policy (AppArmor, SELinux, Landlock) forbids this process to"),
+        ("shm", "forbids this process to connect to the peer's unix socket; allow it, or use transport='tcp'"),
     ],
 )
 def test_who_may_not_connect_to_the_peers_socket_uses_tcp_or_says_so(transport: str, said: str) -> None:

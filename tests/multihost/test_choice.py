@@ -35,7 +35,7 @@ def test_tcp_is_taken_where_it_was_asked_for(network: NetworkFactory, there: str
     explanation = write_to(net, near)
 
     assert explanation.transport == "tcp"
-    assert explanation.reason == "asked for by transport='tcp'"
+    assert explanation.reason == "requested by transport='tcp'"
 
 
 def test_rails_count_by_interface(network: NetworkFactory) -> None:

@@ -126,7 +126,7 @@ TEST_CASE("gpu: writes, pages and reads go between GPUs, and no CPU touches them
   CHECK(std::memcmp(cuda.bytes_at(target), host->base(), 8192) == 0);
 }
 
-TEST_CASE("gpu: a revoked region is registered anew from the same memory") {
+TEST_CASE("gpu: a revoked region is registered again from the same memory") {
   FakeCuda cuda;
   EfaEngines pair;
   std::byte* const source = cuda.allocate(8192);

@@ -115,7 +115,7 @@ TEST_CASE("an address that is local to a link is no rail, and is not said to be 
     CAPTURE(name);
     CHECK_THROWS_WITH_AS(find_address(name, {}), doctest::Contains("link-local"), UsageError);
   }
-  CHECK_THROWS_WITH_AS(find_address("fec0::1", {}), doctest::Contains("is no address of this host"), UsageError);
+  CHECK_THROWS_WITH_AS(find_address("fec0::1", {}), doctest::Contains("is not an address of this host"), UsageError);
 }
 
 }  // namespace crossrail

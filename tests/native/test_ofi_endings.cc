@@ -76,7 +76,7 @@ TEST_CASE("ofi efa: a path to a frozen peer is broken off, and no other peer not
   }
 }
 
-TEST_CASE("ofi efa: a path is flushed in time though a peer of another one stands still") {
+TEST_CASE("ofi efa: a path is flushed in time though a peer of another one stalls") {
   DoubleSettings settings;
   settings.devices = 3;
   EfaPair it(settings);
@@ -117,7 +117,7 @@ TEST_CASE("ofi efa: a path is flushed in time though a peer of another one stand
   it.pair->at_a.reset();
 }
 
-TEST_CASE("ofi efa: where somebody waits for a flush, a peer of another path that stands still delays it by little") {
+TEST_CASE("ofi efa: where somebody waits for a flush, a peer of another path that stalls delays it only a little") {
   for (const bool stands_still : {true, false}) {
     CAPTURE(stands_still);
     DoubleSettings settings;
@@ -210,7 +210,7 @@ TEST_CASE("ofi efa: a path alone on a long queue has all its works") {
   it.world.freeze(1, false);
 }
 
-TEST_CASE("ofi efa: what was just posted is looked for at once, what stands still is looked for seldom") {
+TEST_CASE("ofi efa: what was just posted is looked for at once, what stalls is looked for seldom") {
   EfaPair it;
   auto& nic = *it.pair->a.nic;
   const auto look_ns = [&] {
@@ -229,7 +229,7 @@ TEST_CASE("ofi efa: what was just posted is looked for at once, what stands stil
   const int64_t posted_ns = now_ns();
   poll_for(0.005);
   const int64_t later_ns = look_ns();
-  if (now_ns() - posted_ns < 15'000'000) CHECK(later_ns < 900'000);  // else this thread stood still
+  if (now_ns() - posted_ns < 15'000'000) CHECK(later_ns < 900'000);  // else this thread was not scheduled
   poll_for(0.05);
   CHECK(look_ns() > 900'000);
   it.world.freeze(1, false);

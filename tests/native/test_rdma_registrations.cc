@@ -60,7 +60,7 @@ TEST_CASE("registrations: sources within an open one's memory use its registrati
   CHECK(rig.count() == 0);
 }
 
-TEST_CASE("registrations: what one region does not cover is registered anew, also where two together would") {
+TEST_CASE("registrations: what one region does not cover is registered again, also where two together would") {
   Rig rig;
   auto low = rig.open(0, 4096), high = rig.open(4096, 4096);
   CHECK(rig.count() == 2);

@@ -64,8 +64,8 @@ TEST_CASE("the fastest transport that both have is taken") {
   CHECK(route(engine(kAuto | kVerbs | kOfi), engine(kAuto | kVerbs | kOfi, "there")) == "verbs: it is on another host");
   CHECK(route(engine(kAuto), engine(kAuto, "there")) == "tcp: it is on another host");
   CHECK(route(all, engine(kVerbs)) == "verbs: the peer has no shm: it asked for verbs");
-  CHECK(route(engine(kVerbs), engine(kVerbs)) == "verbs: asked for by transport='verbs'");
-  CHECK(route(engine(kOfi, "here", "tcp"), engine(kOfi, "here", "tcp")) == "ofi: asked for by transport='ofi:tcp'");
+  CHECK(route(engine(kVerbs), engine(kVerbs)) == "verbs: requested by transport='verbs'");
+  CHECK(route(engine(kOfi, "here", "tcp"), engine(kOfi, "here", "tcp")) == "ofi: requested by transport='ofi:tcp'");
 }
 
 TEST_CASE("a peer of this host whose memory we are not let into is reached as if it were on another") {

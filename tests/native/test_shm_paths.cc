@@ -91,7 +91,7 @@ TEST_CASE(
   };
   const auto try_both = [&] {
     CHECK(choice.is_outdated());
-    choice.try_anew();
+    choice.try_again();
     CHECK_FALSE(choice.is_outdated());
     try_out(choice.staged, 8);
     choice.tries_staged = false;
@@ -116,13 +116,13 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("shm: while both ways are tried anew, what was found before is told") {
+TEST_CASE("shm: while both ways are tried again, what was found before is told") {
   PrivateChoice choice = staged_at(8);
   try_out(choice.attaching[0].trial, 13);
   CHECK(choice.weigh());
   choice.attaching[0].trial.add(kTrustBytesMin, 1'000'000'000);
 
-  choice.try_anew();
+  choice.try_again();
 
   CHECK_FALSE(choice.attaches(false));
   CHECK(choice.attaches());
@@ -142,7 +142,7 @@ TEST_CASE("shm: while both ways are tried anew, what was found before is told") 
   }
 }
 
-TEST_CASE("shm: what was asked for is never tried anew") {
+TEST_CASE("shm: what was asked for is never tried again") {
   PrivateChoice choice;
   choice.settle(PrivateChoice::Way::kAttach, "");
   choice.attaching[0].trial.add(2 * kTrustBytesMax, 1'000'000'000);

@@ -263,8 +263,8 @@ TEST_CASE("tcp: a kernel without memory for another connection keeps its peer wa
   const std::vector<EngineEvent> events = target->take_events();
   CHECK(std::ranges::any_of(events, [](const EngineEvent& event) {
     return event.detail ==
-           "cannot take in more connections: No buffer space available; the kernel is short of memory. "
-           "Said once";
+           "cannot accept more connections: No buffer space available; the kernel is short of memory. "
+           "Reported once";
   }));
   for (const EngineRef& engine : {newcomer, target}) engine->close(kPatience);
 }

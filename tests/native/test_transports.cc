@@ -92,7 +92,7 @@ TEST_CASE("the transport is chosen per peer") {
   CHECK(other.kind == TransportKind::kNull);
   CHECK(other.transport == &both.transports.at(1));
   CHECK(other.index == 1);
-  CHECK(other.reason == "asked for by transport='null'");
+  CHECK(other.reason == "requested by transport='null'");
 }
 
 TEST_CASE("a peer that cannot be reached is refused with what both sides have") {
@@ -370,7 +370,7 @@ TEST_CASE("an engine with two transports serves peers of either, and of both") {
   CHECK(both->explain(*by_shm).transport == "shm");
   CHECK(both->explain(*by_shm).rails.size() == 3);
   CHECK(both->explain(*by_null).transport == "null");
-  CHECK(both->explain(*by_null).reason == "asked for by transport='null'");
+  CHECK(both->explain(*by_null).reason == "requested by transport='null'");
   CHECK_THROWS_AS(shm->peer(null->address()), UsageError);
   for (const EngineRef& engine : {both, shm, null}) engine->close(0);
 }

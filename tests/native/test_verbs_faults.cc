@@ -216,7 +216,8 @@ TEST_CASE("verbs faults: a device that gives nothing back is not waited for long
   const int64_t broken_ns = now_ns();
   rig.paths[0]->break_off("test");
   rig.nic->poll(rig.told);
-  if (rig.told.flushed == 0) CHECK(rig.nic->next_timer() != kNoDeadline);  // else this thread stood still for so long
+  if (rig.told.flushed == 0)
+    CHECK(rig.nic->next_timer() != kNoDeadline);  // else this thread was not scheduled for so long
   while (rig.told.flushed == 0 && now_ns() - broken_ns < 20'000'000'000) rig.nic->poll(rig.told);
   CHECK(now_ns() - broken_ns >= 2'000'000'000);
   CHECK(rig.told.flushed == 1);
@@ -240,7 +241,7 @@ TEST_CASE("verbs faults: one queue pair that is said to be idle twice is not tak
   fake.tell(IBV_EVENT_QP_LAST_WQE_REACHED, messages);
   rig.poll_for_ms(5);
   const int flushed = rig.told.flushed;
-  if (now_ns() < believed) CHECK(flushed == 0);  // else this thread stood still
+  if (now_ns() < believed) CHECK(flushed == 0);  // else this thread was not scheduled
   if (flushed == 0) fake.tell(IBV_EVENT_QP_LAST_WQE_REACHED, works);
   rig.poll_for_ms(5);
   CHECK(rig.told.flushed == 1);

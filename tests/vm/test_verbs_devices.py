@@ -61,5 +61,5 @@ def test_verbs_device_deleted_under_traffic_costs_nothing_and_is_used_by_the_nex
         timeout_s=280,
     )
 
-    assert script.stdout.startswith("rails: rxe0 is no RDMA device"), script
+    assert script.stdout.startswith("rails: rxe0 is not an RDMA device"), script
     assert script.stdout.endswith("ok\n"), script

@@ -36,7 +36,7 @@ fi_addr_t Peers::add(const Name& name) {
     const int count = fid()->ops->insert(fid(), name.data(), 1, &entry.address, 0, nullptr);
     if (count != 1) {
       entries_.erase(name);
-      throw TransportError("fi_av_insert", count < 0 ? -count : 0, "the provider does not take a peer's address");
+      throw TransportError("fi_av_insert", count < 0 ? -count : 0, "the provider rejects a peer's address");
     }
   }
   ++entry.users;

@@ -12,7 +12,7 @@ namespace {
 // A provider may report an operation of a closed endpoint late: its memory is kept for this long.
 constexpr int64_t kGraveTime = 1'000'000'000;
 // How long a path that has ended waits for works that other paths have on the same endpoint. A flush must end without
-// any peer's help, within kFlushMaxNs of the layer: if one of their peers stands still, they are broken off as well.
+// any peer's help, within kFlushMaxNs of the layer: if one of their peers stalls, they are broken off as well.
 constexpr int64_t kOthersTime = 5'000'000'000;
 // The same if the engine waits for the flush and none of these works ends: no peer whose host answers needs longer for
 // the next one. All of them together may need longer: each path has up to 4 MiB there.

@@ -97,7 +97,7 @@ std::string Library::error_text(int code) const {
 std::shared_ptr<const Library> make_library(const Calls& calls, const std::string& path) {
   if (calls.getinfo == nullptr || calls.freeinfo == nullptr || calls.dupinfo == nullptr || calls.fabric == nullptr ||
       calls.version == nullptr || calls.strerror == nullptr) {
-    throw TransportError("dlopen", 0, path + " is no libfabric: it lacks calls that every libfabric has", kRemedy);
+    throw TransportError("dlopen", 0, path + " is not libfabric: it lacks calls that every libfabric has", kRemedy);
   }
   auto library = std::make_shared<Library>();
   library->calls = calls;

@@ -139,7 +139,7 @@ std::string OfiNic::no_gpu_memory() const {
 }
 
 std::unique_ptr<rdma::NicPath> OfiNic::make_path() {
-  if (is_dead_) throw TransportError("make_path", 0, name_ + " is gone: open the engine anew");
+  if (is_dead_) throw TransportError("make_path", 0, name_ + " is gone: open the engine again");
   if (shares_endpoints() && transmit_ == nullptr) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   return std::make_unique<OfiPath>(*this);
 }
@@ -321,7 +321,7 @@ Deadline OfiNic::next_timer() const {
   return next;
 }
 
-// Works in flight for longer without any progress are for a peer that stands still.
+// Works in flight for longer without any progress are for a peer that stalls.
 bool OfiNic::is_busy(int64_t now) const {
   const auto has_some = [](const std::unique_ptr<Endpoint>& endpoint) {
     return endpoint != nullptr && endpoint->outstanding() != 0;

@@ -44,7 +44,7 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   const auto offer = OfferWords::decode(peer_offer);
   if (!endpoint || !offer || nic_.nearness(peer_endpoint) == 0 ||
       !is_name_like(endpoint->format, offer->name, endpoint->name))
-    throw TransportError("connect", 0, "the peer's NIC tells of itself what no " + nic_.fabric() + " NIC would");
+    throw TransportError("connect", 0, "the peer's NIC describes itself as no " + nic_.fabric() + " NIC would");
   peer_name_ = offer->name;
   peer_id_ = offer->path_id;
   peer_token_ = offer->token;

@@ -359,7 +359,7 @@ void OfiNic::tend_port(rdma::NicEvents& events) {
   // They do not say which path they are about: the paths concerned end on their own, or by their deadlines.
   std::string told;
   for (std::string text = domain_->take_error(); !text.empty(); text = domain_->take_error()) told = std::move(text);
-  if (!told.empty()) events.on_port(is_port_up_, name_ + ": libfabric failed at something of its own: " + told);
+  if (!told.empty()) events.on_port(is_port_up_, name_ + ": libfabric reports an error of its own: " + told);
   const Device& device = domain_->device();
   std::string state;
   bool up = true;

@@ -190,7 +190,7 @@ std::vector<Device> choose_hardware(const Library& library, const Rules& rules, 
       return device.name == name || device.device == name || device.pci == name;
     });
     if (found == present.end()) {
-      throw UsageError("rails: '" + name + "' is no device of " + rules.name + "; there are: " + list_text(present));
+      throw UsageError("rails: '" + name + "' is not a device of " + rules.name + "; there are: " + list_text(present));
     }
     chosen.push_back(same_again(library, *found));
   }

@@ -7,7 +7,7 @@
 //                             <-  State, on the path: the first fragment shows that the leader has the Accept
 //
 // Epochs only grow, so duplicate and delayed datagrams are recognised. Each side numbers its sessions, so a peer that
-// forgot us and begins anew can be told from one that repeats itself.
+// forgot us and starts over can be told from one that repeats itself.
 #include <algorithm>
 
 #include "transport/rdma/rdma_transport.h"
@@ -23,7 +23,7 @@ constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
 constexpr size_t kSessionsMax = 4096;
 constexpr size_t kPathsMax = 32;  // per session
 // To those that have not proven to know our address and secret. Each may name another endpoint to be answered at, and a
-// NIC's means of sending to new ones are limited: ofi's lines over tcp to 1024, of which each takes 5 s in vain.
+// NIC's means of sending to new ones are limited: ofi's lines over tcp to 1024, each of which takes 5 s to time out.
 constexpr uint32_t kStrangersAnsweredMax = 128;
 constexpr int64_t kStrangersPeriodNs = 1'000'000'000;
 
@@ -305,7 +305,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   if (head.sender_session < session->peer_number || session->is_over)
     return nullptr;  // from an older session; repeats itself
   if (head.sender_session > session->peer_number) {
-    doom(*session, "it has forgotten this engine, and begins anew", LinkEnd::kLost);
+    doom(*session, "it has forgotten this engine and starts over", LinkEnd::kLost);
     return nullptr;
   }
   session->deserted.clear();

@@ -45,7 +45,7 @@ void RdmaTransport::check_reach(const RdmaRegion& region) const {
     return;
   std::string names;
   for (const auto& rail : rails_) names += (names.empty() ? "" : ", ") + rail->nic->name();
-  throw TransportError("register", EIO, "the devices of all rails are gone: " + names, "open the engine anew");
+  throw TransportError("register", EIO, "the devices of all rails are gone: " + names, "open the engine again");
 }
 
 // With every NIC that is left, or with none: what is registered already goes with the region when one throws.

@@ -116,8 +116,8 @@ class NicEvents {
   virtual void on_path_flushed(NicPath& path) = 0;
   // Also called when the speed has changed.
   virtual void on_port(bool is_up, const std::string& detail) = 0;
-  // The device is gone for good. The NIC flushes its paths on its own: each gets on_path_broken, unless it was already
-  // broken, and on_path_flushed.
+  // The device is gone and does not come back. The NIC flushes its paths on its own: each gets on_path_broken, unless
+  // it was already broken, and on_path_flushed.
   virtual void on_device_fatal(const std::string& reason) = 0;
 
  protected:
@@ -139,8 +139,8 @@ class NicPath {
   virtual bool send(std::span<const uint8_t> head, std::span<const uint8_t> body) = 0;
   // True once the peer's NIC has everything that was sent.
   virtual bool is_sent() const = 0;
-  // Ends the path for good, at once. The NIC executes or abandons outstanding works and reports them, then calls
-  // on_path_flushed. Idempotent.
+  // Ends the path at once; it cannot be used again. The NIC executes or abandons outstanding works and reports them,
+  // then calls on_path_flushed. Idempotent.
   virtual void break_off(const std::string& reason) = 0;
 
   void* user = nullptr;  // for the layer's use

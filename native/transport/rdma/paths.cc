@@ -322,7 +322,7 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
 
 // --- settling ---
 
-// provider: what the NIC reported on refusal; empty: nothing, and the peer told us why the work is in vain.
+// provider: what the NIC reported on refusal; empty: nothing, the peer has told us why the work would fail.
 void RdmaTransport::retire_refused(RdmaLink& link, const WorkRequest& work, Status status,
                                    const std::string& provider) {
   std::string text = provider.empty() ? "the peer refuses a " : "the peer's NIC refused a ";

@@ -108,7 +108,7 @@ class RdmaTransport final : public Transport {
     const uint32_t index;
     const std::unique_ptr<Nic> nic;
     bool is_up = true;
-    std::atomic<bool> is_dead{false};  // device gone for good. Holder writes, registering threads read
+    std::atomic<bool> is_dead{false};  // the device is gone. The holder writes, registering threads read
     int64_t down_since_ns = 0;         // 0: it is up, or has not been up since it was opened
     std::string trouble;
   };

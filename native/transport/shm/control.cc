@@ -67,7 +67,7 @@ int pidfd_of(int socket, pid_t pid) {
 // Why connect() to an engine's socket failed, if some policy forbids it; empty: none does.
 std::string why_forbidden(int error) {
   if (error != EACCES && error != EPERM) return {};
-  return "what confines this process (AppArmor, SELinux, Landlock) forbids it to connect to the peer's unix socket";
+  return "a security policy (AppArmor, SELinux, Landlock) forbids this process to connect to the peer's unix socket";
 }
 
 }  // namespace
@@ -75,7 +75,7 @@ std::string why_forbidden(int error) {
 // The peer's pid is of no use here: it may be in another pid namespace.
 std::string why_refused(const Address& peer) {
   if (access("/proc/self/fd", F_OK) != 0 && errno == ENOENT) {
-    return "this process sees no /proc, without which it rings nobody: mount it (container runtimes do)";
+    return "this process sees no /proc, which it needs to wake peers: mount it (container runtimes do)";
   }
   const bool is_host_known = peer.host != kUnknownHost;
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -225,7 +225,7 @@ void Control::run() try {
     if (connection->up) send(*connection, kGoodbye, {});
   }
   connections_.clear();
-} catch (const std::bad_alloc&) {  // peers would wait for answers for good
+} catch (const std::bad_alloc&) {  // peers would wait for answers for ever
   fail_out_of_memory(address_.name.c_str());
 }
 

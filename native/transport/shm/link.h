@@ -212,7 +212,7 @@ struct PrivateChoice {
     const bool is_found = !found && (attaching[0].way != Way::kTry || attaching[1].way != Way::kTry);
     return is_found && !is_settled && trial_bytes() >= trust_bytes;
   }
-  void try_anew() {
+  void try_again() {
     found = attaching;
     found_bytes = bytes();
     tries_staged = true;

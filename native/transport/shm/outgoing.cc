@@ -139,7 +139,7 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   PrivateChoice::Attaching& attaching = choice.attaching[goes_behind(request)];
   attaching.trial.add(moved, spent);
   if (attaching.way == PrivateChoice::Way::kTry) weigh_private_paths(link, choice);
-  if (choice.is_outdated()) choice.try_anew();
+  if (choice.is_outdated()) choice.try_again();
   return true;
 }
 

@@ -113,9 +113,9 @@ Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
     link->rails[rail].writer = ChannelWriter(&link->segment->channels[kFirstRailChannel + rail]);
   }
   if (private_path_ == PrivatePath::kStaged) {
-    link->settle_private_path(PrivateChoice::Way::kStaged, "asked for by private_path");
+    link->settle_private_path(PrivateChoice::Way::kStaged, "requested by private_path");
   } else if (private_path_ == PrivatePath::kCrossMemoryAttach) {
-    link->settle_private_path(PrivateChoice::Way::kAttach, "asked for by private_path");
+    link->settle_private_path(PrivateChoice::Way::kAttach, "requested by private_path");
   }
   control_->connect(link->id, address, link->segment_map, link->rail_count);
   outgoing_.push_back(std::move(link));

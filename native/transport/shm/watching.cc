@@ -44,10 +44,10 @@ std::string silence_named(char state) {
     case 'D':
       return ": it is not stopped; it waits for a disk or a device, or swaps" + letter;
     case 'R':
-      return ": it is not stopped, its main thread has work" + letter + "; perhaps it gets too little of a core";
+      return ": it is not stopped, its main thread has work" + letter + "; perhaps it gets too little CPU time";
     default:
       return ": it is not stopped by a signal, its main thread waits" + letter +
-             "; perhaps it gets no core, or is paused with its container";
+             "; perhaps it gets no CPU time, or is paused with its container";
   }
 }
 
@@ -107,7 +107,7 @@ void ShmTransport::time_staging(Outgoing& link, int64_t since, int64_t now) {
     choice.staged.add(bytes, now - since);
     link.staging_ns = now;
     if (choice.tries_staged) weigh_private_paths(link, choice);
-    if (choice.is_outdated()) choice.try_anew();
+    if (choice.is_outdated()) choice.try_again();
   }
 }
 

@@ -1,5 +1,5 @@
 // Faults of one kind that are active in one place, such as a rail that is down. Several may overlap, each with its own
-// beginning and end: the place is well again when none is left.
+// beginning and end: the place works again when none is left.
 #pragma once
 
 #include <cstdint>

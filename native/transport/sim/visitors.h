@@ -8,7 +8,7 @@
 
 namespace crossrail::sim {
 
-// With a single thread, as there should be, none of this matters. With several, time stands still until all threads
+// With a single thread, as there should be, none of this matters. With several, time stops until all threads
 // wait and have looked at what moved last. A thread that was not heard of for kPatienceNs of real time is busy
 // elsewhere, or gone: nobody waits for it until it returns.
 // Threads: whoever holds the world's lock.

@@ -52,7 +52,7 @@ uint32_t TcpTransport::send_acks(bool all) {
     link->ack_listed = false;
     if (!link->ack_due) continue;  // it has ridden
     if (!link->ack_now) {
-      // It waited in vain; and for long, if only a timer ended the wait.
+      // It waited for nothing; and for long, if only a timer ended the wait.
       const bool was_long = now_ - link->ack_due_since_ns > 2 * kAckWaitNs;
       link->rides = was_long ? link->rides / 2 : std::max(link->rides - 1, 0);
     }

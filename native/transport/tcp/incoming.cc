@@ -32,9 +32,9 @@ void TcpTransport::accept_all(Listener& listener) {
         listeners_paused_until_ns_ = now_ + kAcceptPauseNs;
         if (!std::exchange(strangers_reported_, true)) {
           const bool is_limit = error == EMFILE || error == ENFILE;
-          sink_->on_protocol_error("", std::string("cannot take in more connections: ") + std::strerror(error) +
-                                           (is_limit ? "; raise the limit on open files (ulimit -n). Said once"
-                                                     : "; the kernel is short of memory. Said once"));
+          sink_->on_protocol_error("", std::string("cannot accept more connections: ") + std::strerror(error) +
+                                           (is_limit ? "; raise the limit on open files (ulimit -n). Reported once"
+                                                     : "; the kernel is short of memory. Reported once"));
         }
       }
       return;
@@ -46,7 +46,7 @@ void TcpTransport::accept_all(Listener& listener) {
       acceptors_.push_back(std::make_unique<Acceptor>(&poller_, this, std::move(fd), std::move(who), key_,
                                                       address_.incarnation, tls_, now_ + kStrangerPatienceNs));
     } catch (const TransportError& error) {  // the kernel cannot watch one more
-      sink_->on_protocol_error("", std::string("cannot take a connection in: ") + error.what());
+      sink_->on_protocol_error("", std::string("cannot accept a connection: ") + error.what());
       return;
     }
     next_tick_ns_ = std::min(next_tick_ns_, now_);
@@ -154,7 +154,7 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
 }
 
 void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection) {
-  // Asked for twice, the first time in vain; or by a new link of the peer whose old one ended silently.
+  // Asked for twice, the first time without success; or by a new link of the peer whose old one ended silently.
   connection->leave(Role::kAcceptor, "the peer uses the connection again");
   InChannel& channel = begin_epoch(hello);
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
@@ -177,7 +177,7 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
     if (link.twin != nullptr) reconsider_attempts(*link.twin);
   } catch (const TransportError& error) {
     note_connected(link);
-    sink_->on_protocol_error(link.peer->name, std::string("cannot take its connection in: ") + error.what());
+    sink_->on_protocol_error(link.peer->name, std::string("cannot accept its connection: ") + error.what());
   }
 }
 

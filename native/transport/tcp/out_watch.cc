@@ -435,7 +435,7 @@ void TcpTransport::fail_pinned(OutLink& link) {
 
 // A middlebox that has forgotten its connections silently drops what they carry, and lets new ones through. So the peer
 // may be alive: connections are made beside the silent ones, and take their place once they are up.
-void TcpTransport::try_anew(OutLink& link) {
+void TcpTransport::reconnect_silent(OutLink& link) {
   link.for_each_channel([&](OutChannel& channel) {
     const bool is_due = channel.is_open() && !channel.is_connecting() && now_ >= channel.retry_at_ns;
     if (channel.lane() == Lane::kBulk && is_due && may_attempt(link)) start_attempt(channel);
@@ -483,7 +483,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
       for (const Lane lane : {Lane::kSmall, Lane::kBulk}) link.channel(pair, lane).wanted = true;
     }
   }
-  if (silent >= kFrozenAfterNs) try_anew(link);
+  if (silent >= kFrozenAfterNs) reconnect_silent(link);
   if (silent >= options_.peer_timeout_ns) {
     link.doom.emplace(silence_text(link, address_, silent), LinkEnd::kLost);
   } else if (silent >= kFrozenAfterNs && !link.frozen) {

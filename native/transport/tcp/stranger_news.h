@@ -1,5 +1,5 @@
 // What is told of strangers that were refused. A port scanner, or a health check each second all year, is no reason to
-// fill logs, and to push out of the flight recorder what matters; nor is one kind of stranger to hide another.
+// fill logs, and to push out of the flight recorder what matters; and one kind of stranger must not hide another.
 #pragma once
 
 #include <algorithm>

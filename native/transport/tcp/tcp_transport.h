@@ -137,7 +137,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // out_watch.cc: failures
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
-  void try_anew(OutLink& link);
+  void reconnect_silent(OutLink& link);
   void tend_liveness(OutLink& link);
   void tend_vain(OutLink& link);
   void excuse(OutLink& link, int64_t away_ns);

@@ -9,8 +9,8 @@ namespace crossrail::verbs {
 std::vector<Port> ports() { return {}; }
 
 std::string missing() {
-  return "this build of crossrail has no verbs transport: it was made without libibverbs' headers (Debian, Ubuntu: "
-         "libibverbs-dev; then build anew)";
+  return "this build of crossrail has no verbs transport: it was built without libibverbs' headers (Debian, Ubuntu: "
+         "libibverbs-dev; then build again)";
 }
 
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions&) {

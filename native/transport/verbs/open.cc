@@ -68,7 +68,7 @@ PortDetail find_named(const std::vector<Device>& devices, const std::string& nam
       return detail;
     }
   }
-  throw UsageError("rails: " + name + " is no RDMA device, port, interface or address of this host; it has: " +
+  throw UsageError("rails: " + name + " is not an RDMA device, port, interface or address of this host; it has: " +
                    present_text(devices, options));
 }
 

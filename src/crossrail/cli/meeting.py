@@ -132,7 +132,7 @@ class Meeting:
                 "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
             )
             # Worded as the engine's message for its own ports.
-            log.error("cannot take in more connections: %s%s. Said once", error.strerror, advice)
+            log.error("cannot accept more connections: %s%s. Reported once", error.strerror, advice)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
