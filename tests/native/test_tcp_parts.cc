@@ -305,20 +305,20 @@ TEST_CASE("a sleeper is rung by the time that was asked for first, or earlier, a
   constexpr int64_t kSoonNs = 1'000'000;
   constexpr int64_t kLateNs = 60'000'000'000;
   Poller poller;
-  poller.watch();
+  poller.doorbell().watch();
   const auto rings_within = [&](int ms) {
-    pollfd item{.fd = poller.sleep_fd(), .events = POLLIN, .revents = 0};
+    pollfd item{.fd = poller.doorbell().sleep_fd(), .events = POLLIN, .revents = 0};
     return ::poll(&item, 1, ms) == 1;
   };
-  poller.ring_by(now_ns() + kLateNs);
-  poller.ring_by(now_ns() + kSoonNs);
-  poller.ring_by(now_ns() + kLateNs);
+  poller.wake_by(now_ns() + kLateNs);
+  poller.wake_by(now_ns() + kSoonNs);
+  poller.wake_by(now_ns() + kLateNs);
   REQUIRE(rings_within(20'000));
-  poller.ring_by(now_ns() + kLateNs);  // it has rung, and nobody has looked
+  poller.wake_by(now_ns() + kLateNs);  // it has rung, and nobody has looked
   CHECK(rings_within(0));
   CHECK(poller.poll() == 1);
   CHECK(!rings_within(0));
-  poller.ring_by(now_ns() + kSoonNs);
+  poller.wake_by(now_ns() + kSoonNs);
   CHECK(rings_within(20'000));
 }
 

@@ -1,5 +1,7 @@
 #include "transport/rdma/rdma_transport.h"
 
+#include <sys/epoll.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -19,10 +21,14 @@ constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
 constexpr int64_t kByeNs = 200'000'000;      // for our last words to be sent
 constexpr int64_t kQuietNs = 1'000'000'000;  // for NICs to let go of regions, once no path is left
 
-std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
-  std::vector<int> fds;
-  for (const auto& nic : nics) fds.insert(fds.end(), nic->fds().begin(), nic->fds().end());
-  return fds;
+// Makes whatever arrives at a NIC wake the sleeper.
+void listen_to(const Nic& nic, const Doorbell& doorbell) {
+  for (const int fd : nic.fds()) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    if (epoll_ctl(doorbell.set(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throw_errno("epoll_ctl", "cannot watch a descriptor");
+  }
 }
 
 }  // namespace
@@ -31,7 +37,8 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
                              std::vector<std::unique_ptr<Nic>> nics, Sink* sink)
     : sink_(sink), kind_(kind), options_(options), address_(options.identity) {
   if (options.place.simulation == nullptr) {
-    bell_.emplace(fds_of(nics));
+    doorbell_.emplace();
+    for (const auto& nic : nics) listen_to(*nic, *doorbell_);
     clock_mask_ = kPollsPerClock - 1;
   }
   CROSSRAIL_ASSERT(!nics.empty() && nics.size() <= kRailsMax);
@@ -119,12 +126,12 @@ void RdmaTransport::close() {
     poll_nics();
     options_.clock->pass();
   }
-  if (bell_) bell_->unwatch();
+  if (doorbell_) doorbell_->unwatch();
   for (auto& rail : rails_) rail->nic->close();
 }
 
 void RdmaTransport::abandon_after_fork() {
-  if (bell_) bell_->abandon();
+  if (doorbell_) doorbell_->abandon_after_fork();
   for (auto& rail : rails_) rail->nic->abandon_after_fork();
 }
 
@@ -470,7 +477,7 @@ void RdmaTransport::arm() {
   polls_ = clock_mask_;  // read the clock first after a sleep
   if (closed_) return;
   now_ = options_.clock->now_ns();
-  bell_->watch();
+  doorbell_->watch();
   for (auto& rail : rails_) rail->nic->arm();
 }
 
@@ -478,7 +485,7 @@ void RdmaTransport::disarm() {
   is_now_read_ = false;
   if (!armed_.load(std::memory_order_relaxed)) return;
   armed_.store(false, std::memory_order_relaxed);
-  bell_->unwatch();
+  doorbell_->unwatch();
 }
 
 bool RdmaTransport::has_arrivals() {
@@ -490,8 +497,8 @@ bool RdmaTransport::has_arrivals() {
 }
 
 bool RdmaTransport::hush(bool /*looks_at_once*/) {
-  bell_->silence();
-  bell_->unwatch();
+  doorbell_->silence();
+  doorbell_->unwatch();
   for (auto& rail : rails_) rail->nic->hush();
   // release: pairs with is_armed() of a thread that is about to leave: it sees that another thread has these news.
   armed_.store(false, std::memory_order_release);
@@ -501,7 +508,7 @@ bool RdmaTransport::hush(bool /*looks_at_once*/) {
 void RdmaTransport::wake() {
   // seq_cst fence: the caller's news is visible before we check whether anyone is awake to see it; pairs with arm().
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) bell_->ring();
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) doorbell_->ring();
 }
 
 }  // namespace crossrail::rdma

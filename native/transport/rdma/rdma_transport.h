@@ -23,7 +23,7 @@
 #include <optional>
 #include <vector>
 
-#include "transport/rdma/bell.h"
+#include "transport/doorbell.h"
 #include "transport/rdma/nic.h"
 #include "transport/rdma/region.h"
 #include "transport/rdma/session.h"
@@ -69,7 +69,7 @@ class RdmaTransport final : public Transport {
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   bool has_arrivals() override;
   Deadline next_timer() const override;
-  int wake_fd() const override { return bell_->fd(); }
+  int wake_fd() const override { return doorbell_->sleep_fd(); }
   bool hush(bool looks_at_once) override;
   void wake() override;
 
@@ -268,7 +268,7 @@ class RdmaTransport final : public Transport {
   uint64_t work_bytes_max_ = 0;            // the minimum over all NICs
   static constexpr size_t kBatch = 32;     // works handed to a path at once
   std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: initialising it would cost as much as a post
-  std::optional<Bell> bell_;               // none in a simulation, where nobody sleeps
+  std::optional<Doorbell> doorbell_;       // none in a simulation, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
   std::map<uint64_t, Path*> tokens_;  // paths that have a NicPath
   uint64_t next_session_number_ = 1;

@@ -1,13 +1,13 @@
-// epoll, and a descriptor for a sleeper that is readable only when the sleeper wants it to be.
+// epoll, with a call for each descriptor that is ready, and a timer.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
 
+#include "transport/doorbell.h"
 #include "util/clock.h"
 #include "util/memory_map.h"
-#include "util/spinlock.h"
 
 namespace crossrail::tcp {
 
@@ -19,10 +19,7 @@ class Pollable {
   virtual void on_events(uint32_t events) = 0;
 };
 
-// Two epoll sets: the inner one holds the sockets and is what poll() asks; the outer one holds the inner one and a
-// bell, and is what sleepers sleep on. While a thread drives, the inner set is switched off in the outer one: otherwise
-// every packet would also wake the sleeping worker.
-// Threads: progress holder, except where marked [any].
+// Threads: progress holder.
 class Poller {
  public:
   Poller();  // throws TransportError
@@ -37,16 +34,11 @@ class Poller {
   // Calls on_events for everything that is ready. Never blocks. Returns how many were.
   int poll();
 
-  int sleep_fd() const { return outer_.get(); }  // [any] readable: sockets have events while watched, or the bell rang
-  void watch();                                  // [any]
-  void unwatch();                                // [any]
-  void ring();                                   // [any]
-  // [any] Silences the bell. True if it had rung.
-  bool clear_bell();
-  // Rings once, at this time or earlier: a pending earlier ring suffices. In a virtual machine, setting a timer takes
-  // longer than sending a packet.
-  void ring_by(int64_t time_ns);
-  // Drops what the sockets were for. Sleepers may still be waiting on sleep_fd(), and may be rung.
+  Doorbell& doorbell() { return doorbell_; }
+  const Doorbell& doorbell() const { return doorbell_; }
+  // Wakes the sleeper once, at this time or earlier: a pending earlier time suffices. In a virtual machine, setting a
+  // timer takes longer than sending a packet.
+  void wake_by(int64_t time_ns);
   void close();
   // In a forked child: closes everything that is polled without looking at its owner, which may be in the middle of a
   // change.
@@ -55,16 +47,10 @@ class Poller {
  private:
   static constexpr int kRemembered = 1 << 18;  // descriptors above this stay open in a forked child
   void remember(int fd, bool is_ours);
-  Fd inner_;
-  Fd outer_;
-  Fd bell_;
+  Doorbell doorbell_;
   Fd timer_;
-  int64_t rings_at_ns_ = 0;  // what the timer is set to, until poll() has seen it ring; 0: not set
+  int64_t timer_ns_ = 0;  // what the timer is set to, until poll() has seen it expire; 0: not set
   std::unique_ptr<std::atomic<uint64_t>[]> ours_ = std::make_unique<std::atomic<uint64_t>[]>(kRemembered / 64);
-  SpinLock watching_lock_;  // the flag and the kernel's state change together
-  // relaxed: the lock orders its changes. A reader without the lock may miss that another thread has just switched it
-  // off: that thread sleeps no more, and looks itself (TcpTransport::hush).
-  std::atomic<bool> watching_{false};
 };
 
 }  // namespace crossrail::tcp

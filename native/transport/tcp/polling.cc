@@ -76,7 +76,7 @@ uint32_t TcpTransport::poll() {
   if (moved > 0) {
     idle_polls_ = 0;
   } else if (++idle_polls_ == kIdlePollsToUnwatch) {
-    poller_.unwatch();
+    poller_.doorbell().unwatch();
   }
   return moved;
 }
@@ -173,9 +173,9 @@ void TcpTransport::arm() {
     send_acks(false);
     int32_t rides = kRidesMax;  // of the link that waits for the shortest time
     for (const InLink* link : acks_) rides = std::min(rides, std::max(link->rides, 1));
-    if (!acks_.empty()) poller_.ring_by(now_ + rides * kAckSleepNs);
+    if (!acks_.empty()) poller_.wake_by(now_ + rides * kAckSleepNs);
   }
-  poller_.watch();
+  poller_.doorbell().watch();
 }
 
 // relaxed: we are awake, and look before we sleep. A thread that still sees us armed rings for nothing.
@@ -184,11 +184,11 @@ void TcpTransport::disarm() {
 }
 
 bool TcpTransport::hush(bool looks_at_once) {
-  poller_.clear_bell();
+  poller_.doorbell().silence();
   // Saves two system calls for a thread that polls most of the time, and will leave again. Otherwise whatever is not
   // polled yet would wake the sleeper again. relaxed: a guess; a wrong one costs those calls, or a wake-up.
   const bool has_looked = has_looked_.exchange(false, std::memory_order_relaxed);
-  if (!looks_at_once || !has_looked) poller_.unwatch();
+  if (!looks_at_once || !has_looked) poller_.doorbell().unwatch();
   // release: pairs with is_armed() of a thread that is about to leave: it sees that another thread has these news.
   armed_.store(false, std::memory_order_release);
   return true;
@@ -198,7 +198,8 @@ void TcpTransport::wake() {
   // seq_cst fence: the caller's news is visible before we check whether anyone is awake to see it; pairs with arm().
   // acq_rel: one of several rings; what they announce is ordered by the fence.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) poller_.ring();
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel))
+    poller_.doorbell().ring();
 }
 
 }  // namespace crossrail::tcp

@@ -67,7 +67,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // Only what no socket reports: more to send than fits one turn. For everything else the kernel wakes the sleeper.
   bool has_arrivals() override;
   Deadline next_timer() const override;
-  int wake_fd() const override { return poller_.sleep_fd(); }
+  int wake_fd() const override { return poller_.doorbell().sleep_fd(); }
   bool hush(bool looks_at_once) override;
   void wake() override;
 
