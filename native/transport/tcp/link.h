@@ -204,7 +204,7 @@ struct OutChannel final : Connector::Owner {
   // nothing and that has delivered nothing since.
   int64_t carried_ns = 0;
   bool was_vain = false;
-  int outq_bytes = 0;  // kernel's send queue at the last look
+  int outq_bytes = 0;        // kernel's send queue at the last look
   uint64_t bytes_acked = 0;  // of writes
   uint64_t bytes_acked_at_opening = 0;
   uint64_t bytes_read = 0;  // of reads that are done
