@@ -240,7 +240,7 @@ def test_path_that_meets_its_policy_passes(open_engine: EngineFactory) -> None:
 @pytest.mark.parametrize(
     ("clause", "message"),
     [
-        ("shm", r"shm: the path from engine 'here' to peer 'there' goes over tcp \(asked for.*Next: .*'shm'; .*expl"),
+        ("shm", r"shm: the path from engine 'here' to peer 'there' goes over tcp \(requested.*Next: .*'shm'; .*expl"),
         ("rdma", r"rdma: .*goes over tcp .*; ofi: .*; verbs: .*crossrail doctor"),
         ("gpudirect", r"gpudirect: .* has none: tcp gives no NIC a GPU's memory.*crossrail doctor"),
         ("rails>=2", r"rails>=2: .*has 1 rail.*over tcp, 2 of ours to 1 of the peer's.*Next: open both.*rails=2"),
