@@ -20,8 +20,8 @@ _START_S = 10.0
 _HOST = re.compile(r"[A-Za-z0-9._:%-]*")
 
 
-def place(text: str, *, port_min: int) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `:PORT`, `[IPv6]:PORT`; the host may be empty."""
+def place(text: str, *, port_min: int, needs_host: bool = False) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT`, `[IPv6]:PORT`; unless it needs a host, also `:PORT`, whose host is empty."""
     try:
         parts = urlsplit(SCHEME + text.removeprefix(SCHEME))
         port = DEFAULT_PORT if parts.port is None else parts.port
@@ -34,7 +34,10 @@ def place(text: str, *, port_min: int) -> tuple[str, int]:
         raise click.BadParameter(f"{text!r}: the port must be {port_min} to 65535")
     host = parts.hostname or ""
     if host.isdecimal():  # which the C library would take for an address, 80 for 0.0.0.80
-        raise click.BadParameter(f"{text!r} has no host, and is no port without a colon: write :{host}, or HOST:{host}")
+        ways = f"HOST:{host}" if needs_host else f":{host} or HOST:{host}"
+        raise click.BadParameter(f"{text!r} is a number: for a port, write {ways}")
+    if needs_host and not host:
+        raise click.BadParameter(f"{text!r} names no host: write HOST:{port}")
     return host, port
 
 
@@ -45,10 +48,7 @@ def bind_place(text: str) -> tuple[str, int]:
 
 def target_place(text: str) -> tuple[str, int]:
     """The type of HOST:PORT."""
-    host, port = place(text, port_min=1)
-    if not host:
-        raise click.BadParameter(f"{text!r} names no host")
-    return host, port
+    return place(text, port_min=1, needs_host=True)
 
 
 def is_loopback(host: str) -> bool:
