@@ -331,7 +331,7 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
     Works while all of the process hangs, in a wait of ours or with the GIL: the native handler only wakes a thread of
     our own, which needs neither. It interrupts nothing and calls no Python. Not written is what is asked for while an
     engine is being opened, closed or forked, until that ends. A forked child ignores the signal; it may close what it
-    inherited, or ask anew.
+    inherited, or ask again.
 
     Raises UsageError when signum is no signal's, that signal has a handler already, Python's or another's, is one of a
     crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL), when the directory is not there, or there is a SignalDump that was not

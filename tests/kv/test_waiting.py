@@ -52,7 +52,7 @@ class NoWire(Wire):
     async def until_lost(self, address: bytes) -> None:
         await asyncio.Event().wait()
 
-    def try_anew(self, address: bytes) -> None:
+    def revive(self, address: bytes) -> None:
         pass
 
     def close(self) -> None:

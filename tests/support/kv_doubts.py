@@ -24,7 +24,7 @@ def give_up(monkeypatch: pytest.MonkeyPatch, wire: EngineWire, *addresses: bytes
 
     monkeypatch.setattr(wire, "post", post_to_those_that_are_there)
     monkeypatch.setattr(wire, "is_lost", lambda address: address in given_up)
-    monkeypatch.setattr(wire, "try_anew", given_up.discard)
+    monkeypatch.setattr(wire, "revive", given_up.discard)
     return given_up
 
 

@@ -80,7 +80,7 @@ class MemoryWire:
         if target is not None:
             await target._dead.wait()
 
-    def try_anew(self, address: bytes) -> None:
+    def revive(self, address: bytes) -> None:
         """Nothing here remembers who was lost."""
 
     def kill(self) -> None:
@@ -104,7 +104,7 @@ class BadWire:
         self.packets = inner.packets
         self.is_lost = inner.is_lost
         self.until_lost = inner.until_lost
-        self.try_anew = inner.try_anew
+        self.revive = inner.revive
         self._inner = inner
         self._draw = draw
         self._loss, self._repeat, self._late_s = loss, repeat, late_s

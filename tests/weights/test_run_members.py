@@ -467,7 +467,7 @@ async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) 
 async def test_who_was_left_out_looks_for_its_controller_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_AGAIN_S", 0.001)
     looked_for: list[bytes] = []
-    wire = SimpleNamespace(try_anew=looked_for.append)
+    wire = SimpleNamespace(revive=looked_for.append)
     lefts: list[float] = []
 
     async def join(controller: bytes, left_s: float) -> None:

@@ -263,7 +263,7 @@ class Mailbox(AsyncClosing):
         self.spawn(self._send_notice(sender, self._sealer.notice(identity)), "a notice of our version")
 
     async def _send_notice(self, to: bytes, packet: bytes) -> None:
-        self.wire.try_anew(to)
+        self.wire.revive(to)
         try:
             await in_time(self.wire.send(to, packet), _REPLY_TIMEOUT_S)
         except (Unreachable, asyncio.TimeoutError) as error:
@@ -372,7 +372,7 @@ class Mailbox(AsyncClosing):
         try:
             # It has asked, so it is or was just alive; but while our engine considers it lost no answer would get
             # there. If it is dead, this attempt finds it lost again.
-            self.wire.try_anew(to)
+            self.wire.revive(to)
             replies = self._post(to, answer)
         except EngineClosed as error:
             log.info("an answer could not be sent: %s", error)

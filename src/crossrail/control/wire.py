@@ -49,7 +49,7 @@ class Wire(Protocol):
     async def until_lost(self, address: bytes) -> None:
         """Returns once is_lost(), as soon as our engine knows."""
 
-    def try_anew(self, address: bytes) -> None:
+    def revive(self, address: bytes) -> None:
         """Forgets that a peer was lost, so that the next send() looks for it again. It may have been
         frozen or cut off.
         """
@@ -127,7 +127,7 @@ class EngineWire(Closing):
         for has_news in self._waiting:
             has_news.set()
 
-    def try_anew(self, address: bytes) -> None:
+    def revive(self, address: bytes) -> None:
         if self.is_lost(address):
             self._engine.forget_peer(self._resolved(address))
 

@@ -40,10 +40,10 @@ class Asker:
     async def ask(self, worker: Worker, question: object, answer: Any, timeout_s: float) -> Any:
         return await self._mailbox.ask(worker.address, question, answer, timeout_s)
 
-    def try_anew(self, instance: Instance) -> None:
+    def revive(self, instance: Instance) -> None:
         """Before an attempt: its ranks that our engine has given up may only have been frozen, or cut off."""
         for worker in instance.workers:
-            self._mailbox.wire.try_anew(worker.address)
+            self._mailbox.wire.revive(worker.address)
 
     async def ask_all(
         self, instance: Instance, question: object, answers: tuple[type, ...], timeout_s: float

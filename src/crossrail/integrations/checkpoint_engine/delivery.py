@@ -76,7 +76,7 @@ class Delivery:
 
     def __init__(self, store: P2PStore, device: Any, metas: Mapping[int, Any], buckets: list[Bucket]) -> None:
         for of_owner in metas.values():
-            store.try_anew(of_owner.p2p_store_addr)
+            store.revive(of_owner.p2p_store_addr)
         self._store = store
         self._device = device
         self._metas = metas

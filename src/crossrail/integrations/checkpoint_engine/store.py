@@ -130,7 +130,7 @@ class P2PStore:
         all have come. Both are addresses within what each has registered. Raises what reads of an engine raise, and
         WaitTimeout; nothing is written here any more then.
         """
-        self.try_anew(target_hostname)
+        self.revive(target_hostname)
         transfers: list[Transfer] = []
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -150,7 +150,7 @@ class P2PStore:
         descriptor, offset = place.find(self.ranges_of(owner), address, nbytes)
         return [self.engine.submit_read(dst, descriptor, nbytes, dst_offset=dst_offset, src_offset=offset)]
 
-    def try_anew(self, owner: str) -> None:
+    def revive(self, owner: str) -> None:
         """If our engine has given up the rank with this addr, the next read tries it again. It may have been frozen or
         cut off.
         """

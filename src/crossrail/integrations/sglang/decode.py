@@ -124,7 +124,7 @@ class DecodeSide:
         """Tells the prefiller who waits for this room, which may be long before there are pages: if we die meanwhile,
         it does not wait for us.
         """
-        self._asker.try_anew(pull.instance)
+        self._asker.revive(pull.instance)
         with contextlib.suppress(NoAnswer, Unreachable):  # whoever asks for the KV is told so
             refusal = await self._asked(pull, Wanted(self._name(pull), pull.attempt))
             if refusal and not pull.is_begun:
@@ -200,7 +200,7 @@ class DecodeSide:
         try:
             load_s = self._node.options.load_s
             question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens, pull.prompt)
-            self._asker.try_anew(pull.instance)
+            self._asker.revive(pull.instance)
             pull.is_asked = True
             await self._dispatch(pull, question)
             await self._arrive(reception, pull, part)
@@ -233,7 +233,7 @@ class DecodeSide:
 
     async def answers(self, instance: Instance, timeout_s: float) -> bool:
         """Whether a prefiller that our engine has given up lives: it may only have been frozen, or cut off."""
-        self._asker.try_anew(instance)
+        self._asker.revive(instance)
         probe = m.Probe(rank_name("0", self._node.rank, self._node.pool.tp), 1)
         try:
             await self._asker.ask_all(instance, probe, (m.Progress,), timeout_s)

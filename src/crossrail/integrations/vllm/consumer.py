@@ -193,7 +193,7 @@ class Consumer:
     async def _dispatch(self, load: o.Load, pending: _Pending, target: KvTarget) -> None:
         question = m.Dispatch(target.request, pending.attempt, load.prompt, target.to_wire(), self._options.load_s)
         answers = (m.Dispatched, m.DispatchRefused)
-        self._asker.try_anew(pending.wanted.instance)
+        self._asker.revive(pending.wanted.instance)
         for answer in await self._asker.ask_all(
             pending.wanted.instance, question, answers, self._options.producer_timeout_s
         ):

@@ -59,7 +59,7 @@ class Fetcher:
             target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
         except UsageError as mismatch:
             raise PrefillerGone(str(mismatch)) from None
-        self._mailbox.wire.try_anew(prefiller.address)  # the router considers it alive again
+        self._mailbox.wire.revive(prefiller.address)  # the router considers it alive again
         tokens = m.pack_tokens(serving.context[:-1])
         question = m.Dispatch(*key, tokens, target.to_wire(), left_s, serving.traceparent)
         kinds = (m.Dispatched, m.DispatchRefused)

@@ -72,7 +72,7 @@ class RouterLink:
         while not self._left:
             try:
                 address = self.found = await self._find()
-                self._node.mailbox.wire.try_anew(address)  # a node that was cut off for long has given the address up
+                self._node.mailbox.wire.revive(address)  # a node that was cut off for long has given the address up
                 await self._stay(address, await self._joined_at(address))
             except NodeRefused as refusal:
                 self._node.refuse(refusal)

@@ -159,7 +159,7 @@ async def until_reached(
         await asyncio.sleep(pause_s)
         if not is_wanted():
             return
-        wire.try_anew(address)
+        wire.revive(address)
         pause_s = min(2 * pause_s, _AGAIN_MAX_S)
 
 
@@ -254,7 +254,7 @@ class Membership:
             lost(CONTROLLER_GONE)
 
         # It has just spoken, so if our engine had given it up, that is outdated.
-        self._mailbox.wire.try_anew(controller)
+        self._mailbox.wire.revive(controller)
         return self._mailbox.spawn(until_lost(), "waiting for the loss of a controller")
 
     def answer_before_close(self) -> None:
@@ -293,7 +293,7 @@ class Membership:
         """
         self._takes_part, self.out_why = True, ""
         self._join_number = next_word(self._mailbox)
-        self._mailbox.wire.try_anew(controller)
+        self._mailbox.wire.revive(controller)
         question = m.Join(self._join_number, inventory, spare or [], is_again)
         answer: m.Joined | m.JoinRefused
         try:

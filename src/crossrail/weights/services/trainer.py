@@ -272,7 +272,7 @@ class WeightTrainer(AsyncClosing):
             self._engine.forget_peer(address)
         far = far_for(self._preparer, self.memory.regions)
         await self._run_for(assigned, lambda: assigned.make(far))
-        self._try_anew(assigned)
+        self._revive(assigned)
         if (largest := assigned.largest) is not None:
             if largest.piece_bytes > self._tmp_bytes_max:
                 raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
@@ -285,7 +285,7 @@ class WeightTrainer(AsyncClosing):
         if self._assigned is not assigned:
             raise UsageError(f"plan {assigned.plan} is not wanted any more")
 
-    def _try_anew(self, assigned: Assigned) -> None:
+    def _revive(self, assigned: Assigned) -> None:
         """Members of a plan are alive: one that our engine gave up was frozen or cut off, and would otherwise stay lost
         to us.
         """
