@@ -73,6 +73,13 @@ as their trigger begin in either case.)")
           nb::arg("value").none(), nb::sig("def store(self, value: int) -> None"),
           "Sets the word, atomically. Any thread.")
       .def(
+          "_add_up_to",
+          [](const WatcherHandle& self, uint64_t limit, uint64_t delta) {
+            return self.watcher->add_up_to(limit, delta);
+          },
+          nb::arg("limit"), nb::arg("delta"), nb::sig("def _add_up_to(self, limit: int, delta: int) -> bool"),
+          "As add(delta, announce=False), unless the word would pass the limit, modulo 2**64. Whether it did.")
+      .def(
           "_add_on",
           [](const WatcherHandle& self, uint64_t stream, int gpu, nb::handle delta) {
             const Ref<Watcher> watcher = self.watcher.ref();

@@ -51,6 +51,16 @@ void Watcher::add(uint64_t delta, bool announce) {
   thread_->announce(this, announce);
 }
 
+bool Watcher::add_up_to(uint64_t limit, uint64_t delta) {
+  uint64_t seen = value();
+  do {
+    const auto room = static_cast<int64_t>(limit - seen);
+    if (room < 0 || delta > static_cast<uint64_t>(room)) return false;
+  } while (!word_->compare_exchange_weak(seen, seen + delta, std::memory_order_acq_rel, std::memory_order_acquire));
+  thread_->announce(this, false);
+  return true;
+}
+
 void Watcher::add_on(uint64_t stream, int gpu, uint64_t delta) { thread_->add_on(this, stream, gpu, delta); }
 
 Watcher::Change Watcher::take() {

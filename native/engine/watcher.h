@@ -27,6 +27,9 @@ class Watcher : public RefCounted<Watcher> {
   void store(uint64_t value);
   // announce: if false, the caller takes care of what follows from the change.
   void add(uint64_t delta, bool announce = true);
+  // Adds, unless that would take the word past the limit, in the order of a counter that wraps. Returns whether it did.
+  // The caller takes care of what follows from the change.
+  bool add_up_to(uint64_t limit, uint64_t delta);
   // Adds once all earlier work in that GPU's stream (gpu -1: ask the driver) has ended: by a kernel, which a stream
   // under capture records into its graph. Such a change is found by polling, as with word(). This object must stay
   // alive until the kernel has run, and as long as a graph that contains it may be launched. Throws as

@@ -118,6 +118,7 @@ class KvSender(AsyncClosing):
         self._is_pumping = False  # guarded by the lock, as what follows
         self._steps: deque[Step] = deque()
         self._next_base = 0
+        self._countable = 0  # where the word stops that layer_done() counts: _next_base less what abandoned steps lack
         self._ahead_transfers = self._ahead_pages = 0  # of layers that are submitted and not computed
         first = ranks[min(ranks)].engine
         self._watcher = first.alloc_watcher(lambda _old, _new: self._pump())
@@ -143,15 +144,9 @@ class KvSender(AsyncClosing):
         The engines begin to send these layers by themselves.
         Raises UsageError if the steps begun so far have fewer layers left: the surplus would count for a later step.
         """
-        check_whole(layers=layers)
         with self._lock:
-            open_layers = (self._next_base - self._watcher.value) % _WORD
-            if open_layers >= _WORD // 2:  # the word is past them: somebody's kernel counted too much
-                open_layers = 0
-            open_layers -= sum(step._missing for step in self._steps)
-            if not 0 <= layers <= open_layers:
-                raise UsageError(f"layers={layers} must be 0 to {open_layers}, what the steps begun so far still lack")
-            self._watcher.add(layers, announce=False)
+            if not self._count(layers, self._countable):
+                self._count_odd(layers)
             self._pump()
 
     def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
@@ -216,6 +211,7 @@ class KvSender(AsyncClosing):
                 load.begin()
             step = Step(self, loads, self._next_base)
             self._next_base = (self._next_base + self.layout.layers) % _WORD
+            self._countable = (self._countable + self.layout.layers) % _WORD
             self._steps.append(step)
             self._pump()
         return step
@@ -238,6 +234,25 @@ class KvSender(AsyncClosing):
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError(f"{self!r} is closed: nobody would send")
+
+    def _count(self, layers: int, limit: int) -> bool:
+        """Adds to the word if that does not take it past the limit. False: it does, or layers is not plainly a count.
+        The lock is held.
+
+        The layers leave within this call. A model has just used the caches for itself, and each line of Python before
+        it takes microseconds then.
+        """
+        return type(layers) is int and 0 <= layers < _WORD and self._watcher._add_up_to(limit, layers)
+
+    def _count_odd(self, layers: int) -> None:
+        """What _count did not: whole numbers of other types. UsageError for all else. The lock is held."""
+        check_whole(layers=layers)
+        room = (self._countable - self._watcher.value) % _WORD
+        if room >= _WORD // 2:  # the word is past it: somebody's kernel counted too much
+            room = 0
+        if not 0 <= layers <= room:
+            raise UsageError(f"layers={layers} must be 0 to {room}, what the steps begun so far still lack")
+        self._watcher.add(layers, announce=False)
 
     # ---- what the word says: on the thread that counts, on the callback thread, or that of the loop
 
@@ -266,6 +281,7 @@ class KvSender(AsyncClosing):
         step = self._steps[0]
         if step._is_abandoned():
             self._watcher.add(step._missing, announce=False)
+            self._countable = (self._countable + step._missing) % _WORD
             self._steps.popleft()
             return True
         layer = step._passed
@@ -325,15 +341,22 @@ class KvSender(AsyncClosing):
             return self.layout.layers - self._computed(step) if self._is_open(step) else 0
 
     def _layer_done_of(self, step: Step) -> None:
-        self._pump()
         with self._lock:
-            if not self._is_open(step) or not self._lacks(step):
-                raise UsageError("a layer is announced of a step that is over")
-            current = next(other for other in self._steps if self._is_open(other) and self._lacks(other))
-            if current is not step:
-                lacking = self.layout.layers - self._computed(current)
-                raise UsageError(f"a layer is announced of a step while one begun before it still lacks {lacking}")
-            self.layer_done()
+            is_first = bool(self._steps) and self._steps[0] is step and not step._is_abandoned()
+            if not is_first or not self._count(1, (step._base + self.layout.layers) % _WORD):
+                self._count_current(step)
+            self._pump()
+
+    def _count_current(self, step: Step) -> None:
+        """Of a step that the word has reached; UsageError for any other. The lock is held."""
+        self._pump()
+        if not self._is_open(step) or not self._lacks(step):
+            raise UsageError("a layer is announced of a step that is over")
+        current = next(other for other in self._steps if self._is_open(other) and self._lacks(other))
+        if current is not step:
+            lacking = self.layout.layers - self._computed(current)
+            raise UsageError(f"a layer is announced of a step while one begun before it still lacks {lacking}")
+        self._watcher.add(1, announce=False)
 
     def _lacks(self, step: Step) -> bool:
         return self._computed(step) < self.layout.layers
@@ -351,6 +374,7 @@ class KvSender(AsyncClosing):
             step._missing = self.layout.layers - self._computed(step)
             if not step._missing:
                 return
+            self._countable = (self._countable - step._missing) % _WORD
             self._ahead_transfers -= step._transfers * (step._submitted - step._passed)
             self._ahead_pages -= step._pages * (step._submitted - step._passed)
             for load in step._loads:
