@@ -8,6 +8,7 @@
 
 #include "util/clock.h"
 #include "util/errors.h"
+#include "util/futex.h"
 
 namespace crossrail::bench {
 namespace {
@@ -131,6 +132,23 @@ int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, ui
     if (!first) mine.store(value, std::memory_order_release);
   }
   return now_ns() - start_ns;
+}
+
+void pass_gate(std::span<std::byte> page, uint32_t due, bool sleeps, Guard& guard) {
+  constexpr int64_t kSleepNs = 50'000'000;  // how often the guard is asked
+  if (page.size() < sizeof(uint32_t)) throw UsageError("the page is too short");
+  auto* arrived = reinterpret_cast<std::atomic<uint32_t>*>(page.data());
+  // relaxed, like the loads: nothing is read behind it.
+  const uint32_t count = arrived->fetch_add(1, std::memory_order_relaxed) + 1;
+  if (count == due && sleeps) futex_wake_all(arrived, FutexScope::kShared);
+  for (uint32_t seen = count; static_cast<int32_t>(seen - due) < 0; seen = arrived->load(std::memory_order_relaxed)) {
+    if (!sleeps) {
+      guard.tick();
+      continue;
+    }
+    futex_wait(arrived, seen, now_ns() + kSleepNs, FutexScope::kShared);
+    guard.look();
+  }
 }
 
 void spin_on_word(std::span<std::byte> word, std::span<int64_t> seen_ns, Guard& guard) {

@@ -26,6 +26,11 @@ int64_t fill_work_requests(std::span<const int64_t> dst_pages, std::span<const i
 // The flags count up from `start`, so that a second run on the same page starts where the first one ended.
 int64_t flag_ping_pong(std::span<std::byte> page, bool first, uint64_t start, uint64_t rounds, Guard& guard);
 
+// Processes that map the same `page`, zeroed at first, begin together: returns once `due` have arrived since then, this
+// one included. sleeps: for those that share their core with one that still works, and would keep it waiting by
+// spinning or yielding. Nothing may be read behind it.
+void pass_gate(std::span<std::byte> page, uint32_t due, bool sleeps, Guard& guard);
+
 // When a thread that does nothing else sees each increment of a word: seen_ns[i], on now_ns()'s clock, is when the word
 // was first seen above i. Nobody can react sooner.
 void spin_on_word(std::span<std::byte> word, std::span<int64_t> seen_ns, Guard& guard);

@@ -357,6 +357,14 @@ void register_limits(nb::module_& module) {
   module.def("flag_ping_pong", &flag_ping_pong, "fd"_a, nb::kw_only(), "first"_a, "start"_a, "rounds"_a,
              "timeout_s"_a = 60.0, release());
   module.def(
+      "pass_gate",
+      [](const Memory& page, uint32_t due, bool sleeps, double timeout_s) {
+        Guard guard = make_guard("gate", timeout_s);
+        nb::gil_scoped_release released;
+        bench::pass_gate(as_span(page), due, sleeps, guard);
+      },
+      "page"_a, "due"_a, nb::kw_only(), "sleeps"_a, "timeout_s"_a = 60.0);
+  module.def(
       "spin_on_word",
       [](const Memory& word, const Durations& seen_ns, double timeout_s) {
         Guard guard = make_guard("spin on a word", timeout_s);

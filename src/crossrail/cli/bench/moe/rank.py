@@ -35,11 +35,11 @@ class _Rank:
         self._engine = xr.Engine(name, transport=transport)
         return self._engine.address.to_bytes().hex()
 
-    def join(self, rank: int, addresses: list[str], shape: dict[str, Any], gate_fd: int) -> None:
+    def join(self, rank: int, addresses: list[str], shape: dict[str, Any], gate_fd: int, shares_core: bool) -> None:
         """Joins the group; called on all ranks at once."""
         self._shape = MoeShape(**shape)
         self._rank, self._ranks = rank, len(addresses)
-        self._gate = Gate(gate_fd, rank, self._ranks)
+        self._gate = Gate(gate_fd, rank, self._ranks, sleeps=shares_core)
         self._work = RankWork(self._shape, rank)
         group = EngineGroup(self._engine, [xr.Address.from_bytes(bytes.fromhex(address)) for address in addresses])
         self._all_to_all = AllToAll(
@@ -116,6 +116,7 @@ class _Rank:
         came_ns = self._gate.pass_together()
         result = act()
         times[what].append((came_ns, time.monotonic_ns()))
+        self._gate.pass_together()  # what comes next needs a core that another rank may still be working on
         return result
 
     def _dispatch(self) -> Dispatched:

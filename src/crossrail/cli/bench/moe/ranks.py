@@ -29,6 +29,7 @@ class Ranks:
         self._gate_fd = os.memfd_create("crossrail-gate")
         os.ftruncate(self._gate_fd, GATE_BYTES)
         cpus = sorted(os.sched_getaffinity(0))
+        self._share_cores = count > len(cpus)
         self._children = Children(
             [
                 Child(_MODULE, f"rank {rank}", cpu=cpus[rank % len(cpus)], pass_fds=(self._gate_fd,))
@@ -49,7 +50,12 @@ class Ranks:
         """Connects the ranks, and checks in an untimed round that every byte arrives."""
         names = [{"name": f"moe-{rank}", "transport": self._transport} for rank in range(len(self._children))]
         addresses = self._children.each("open", names, _TIMEOUT_S)
-        common = {"addresses": addresses, "shape": self.shape.to_json(), "gate_fd": self._gate_fd}
+        common = {
+            "addresses": addresses,
+            "shape": self.shape.to_json(),
+            "gate_fd": self._gate_fd,
+            "shares_core": self._share_cores,
+        }
         self._children.each("join", [common | {"rank": rank} for rank in range(len(self._children))], _TIMEOUT_S)
         self._children.all("verify", _TIMEOUT_S)
 
