@@ -16,7 +16,7 @@ namespace {
 // From this size on, rows copied in one call would evict each other from the core's own caches: with streaming stores,
 // pulling a rank's share of a decode round takes a quarter less (256 rows of 7 KiB: 350 us against 450 for all four
 // sources).
-constexpr size_t kStreamedBytesMin = size_t{1} << 20U;
+constexpr size_t kStreamedBytesMin = size_t{1} << 19U;
 
 // Copies rows of `bytes` bytes one by one; those who read them on other cores are told after the copier's destruction.
 class RowCopier {
