@@ -399,6 +399,32 @@ TEST_CASE("every cookie posted by many threads is drained once") {
   for (uint64_t i = 0; i < cookies.size(); ++i) REQUIRE(cookies[i] == i);
 }
 
+TEST_CASE("watchers: add_up_to() never takes the word past its limit, whoever adds, and wraps as a counter does") {
+  EngineRef engine = open_engine("w");
+  auto notifier = Ref<Notifier>::adopt(new Notifier);
+  Ref<Watcher> watcher = engine->alloc_watcher(notifier.get(), 1);
+  const uint64_t before_wrap = ~uint64_t{0} - 1;
+  watcher->store(before_wrap);
+  CHECK_FALSE(watcher->add_up_to(before_wrap - 1, 0));  // past it already
+  CHECK(watcher->add_up_to(before_wrap, 0));
+  CHECK_FALSE(watcher->add_up_to(before_wrap, 1));
+  CHECK_FALSE(watcher->add_up_to(before_wrap + 3, ~uint64_t{0}));
+  CHECK(watcher->value() == before_wrap);
+  CHECK(watcher->add_up_to(before_wrap + 3, 3));
+  CHECK(watcher->value() == 1);
+
+  std::atomic<int> added{0};
+  std::vector<std::thread> threads(3);
+  for (std::thread& thread : threads) {
+    thread = std::thread([&] {
+      for (int i = 0; i < 10'000; ++i) added += watcher->add_up_to(20'001, 1) ? 1 : 0;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(added == 20'000);
+  CHECK(watcher->value() == 20'001);
+}
+
 TEST_CASE("watchers report the last value") {
   EngineRef engine = open_engine("w");
   auto notifier = Ref<Notifier>::adopt(new Notifier);
