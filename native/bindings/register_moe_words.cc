@@ -131,7 +131,8 @@ class Words {
     std::vector<size_t> absent;
     wait_without_gil([&] {
       absent.clear();
-      outcome = moe::wait_words(*core, awaited, watched, round, deadline, interrupted, masks_ ? &absent : nullptr);
+      outcome =
+          moe::wait_words(*core, patience_, awaited, watched, round, deadline, interrupted, masks_ ? &absent : nullptr);
       return outcome.result == moe::WordsResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
     for (size_t& rank : absent) {
@@ -177,6 +178,7 @@ class Words {
   const size_t own_;
   const size_t count_;
   const bool masks_;
+  Patience patience_{engine_->core()->options().spin_ns};
   std::vector<bool> is_masked_;    // by board: one of its words was sealed
   std::vector<bool> is_left_out_;  // by board, then of the watched ranks
 };

@@ -27,6 +27,7 @@
 #include "engine/heartbeats.h"
 #include "engine/imm_table.h"
 #include "engine/named_regions.h"
+#include "engine/patience.h"
 #include "engine/peer_table.h"
 #include "engine/peer_work.h"
 #include "engine/recv_pool.h"
@@ -213,7 +214,7 @@ class EngineCore final : public Sink, public Actor {
 #endif
   }
   void worker_main();
-  bool drive_until_idle(int64_t spin_ns);
+  bool drive_until_idle(Patience& patience);
   bool try_enter(uint8_t mark = 1);
   // The same, unless the engine is closed: close() may already have closed the transports.
   bool try_enter_open(uint8_t mark = 1);
@@ -319,7 +320,7 @@ class EngineCore final : public Sink, public Actor {
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
   std::atomic<std::atomic<uint32_t>*> in_front_{nullptr};  // the word of the guest who sleeps in front
-  Patience guests_patience_{options_.spin_ns};
+  Patience guests_patience_{options_.spin_ns, 20'000};     // longer than a stream of short writes pauses
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};   // no new submits
   std::atomic<bool> drained_{false};  // and all earlier submits are complete

@@ -15,12 +15,6 @@
 
 namespace crossrail {
 
-namespace {
-
-constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this yields the core
-
-}  // namespace
-
 bool EngineCore::try_enter(uint8_t mark) {
   if (!progress_lock_.try_lock(mark)) return false;
   transports_.disarm();
@@ -141,7 +135,7 @@ void EngineCore::worker_main() {
     Deadline timer = kNoDeadline;
     uint64_t moves_at_timer = 0;
     uint64_t errands_at_timer = 0;
-    if (!wanted && try_enter() && drive_until_idle(patience.spin_ns())) {
+    if (!wanted && try_enter() && drive_until_idle(patience)) {
       transports_.arm();
       const bool work = has_work();
       if (work) transports_.disarm();
@@ -181,10 +175,11 @@ void EngineCore::worker_main() {
   }
 }
 
-// The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine
-// stops. Returns whether it is still the holder; if not, another thread is, which arms the bells as it leaves.
-bool EngineCore::drive_until_idle(int64_t spin_ns) {
+// The worker's turn, which begins as the holder: until nothing has moved for as long as it spins, a guest asks, or the
+// engine stops. Returns whether it is still the holder; if not, another thread is, which arms the bells as it leaves.
+bool EngineCore::drive_until_idle(Patience& patience) {
   const bool spins = options_.polling == Polling::kSpin;
+  const int64_t spin_ns = patience.spin_ns(now_ns());
   bool holds = true;
   int64_t idle_since = 0;
   uint64_t moves_seen = 0;
@@ -201,11 +196,11 @@ bool EngineCore::drive_until_idle(int64_t spin_ns) {
     const int64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
     if (now - idle_since >= spin_ns) break;
-    if (now - idle_since < kYieldAfterNs) continue;
+    if (now - idle_since < Patience::kYieldAfterNs) continue;
     // The thread we have just woken may need this very core. It finds the lock free and can post its next submit
     // itself, rather than wait until we run again.
     if (std::exchange(holds, false)) progress_lock_.unlock();
-    std::this_thread::yield();
+    if (patience.yield(&moves_)) break;
   }
   return holds || try_enter();
 }

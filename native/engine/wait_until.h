@@ -43,9 +43,24 @@ class EngineCore::Visit {
   // Becomes the holder if nobody is, unless close() was faster.
   void enter() {
     if (!holding_ && assists_) holding_ = core_.try_enter_open();
+    if (holding_) is_aside_ = false;
   }
   void let_go() {
+    // Whoever has entered since arms the bells as it leaves; if nobody has, it is for us to do.
+    if (std::exchange(is_aside_, false) && !holding_) holding_ = core_.try_enter_open();
     if (std::exchange(holding_, false)) core_.leave();
+  }
+  // Lets other threads have this core, and the worker drive, and leaves the bells off: we come back. As
+  // Patience::yield().
+  bool yield() {
+    if (std::exchange(holding_, false)) {
+      core_.progress_lock_.unlock();
+      is_aside_ = true;
+    }
+    if (assists_) core_.guests_.fetch_sub(1, std::memory_order_relaxed);
+    const bool lost_core = core_.guests_patience_.yield(&core_.moves_);
+    if (assists_) core_.guests_.fetch_add(1, std::memory_order_relaxed);
+    return lost_core;
   }
   // As the holder. Returns whether anything moved.
   bool drive() {
@@ -65,6 +80,7 @@ class EngineCore::Visit {
   EngineCore& core_;
   const bool assists_;
   bool holding_ = false;
+  bool is_aside_ = false;  // it has let go without arming the bells
   Guest guest_;
 };
 
@@ -78,6 +94,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   const bool manual = options_.polling == Polling::kManual;
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
+  int64_t yield_from = 0;
   const int64_t begin = now_ns();
   // Without time left, one round, however much is left to move: a caller that polls repeatedly drives this way, too.
   uint32_t moving_rounds = begin >= deadline ? kMovingRoundsPerClock - 1 : 0;
@@ -95,6 +112,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     }
     visit.enter();
     const bool moved = visit.is_holding() && visit.drive();
+    bool lost_core = false;
     if (moved) {
       spin_until = 0;
       rounds = -1;  // the first idle round looks at the clock
@@ -105,7 +123,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       cpu_relax();
       if (rounds % kRoundsPerClock != 0) continue;
     } else {
-      std::this_thread::yield();  // the driving thread may need this very core to make way
+      lost_core = visit.yield();  // the driving thread may need this very core to make way
     }
     const int64_t now = now_ns();
     if (interrupted.is_due(now)) {  // checked before the deadline: this may be one slice of a longer wait
@@ -123,8 +141,14 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       break;
     }
     if (moved) continue;
-    if (spin_until == 0) spin_until = now + guests_patience_.spin_ns();
-    if (now < spin_until) continue;
+    if (spin_until == 0) {
+      spin_until = now + guests_patience_.spin_ns(now);
+      yield_from = guests_patience_.is_crowded(now) ? spin_until : now + Patience::kYieldAfterNs;
+    }
+    if (now < spin_until && !lost_core) {
+      if (now >= yield_from && visit.is_holding() && visit.yield()) spin_until = now;
+      continue;
+    }
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, interrupted.due_ns(now));
     // If nobody else drives, look again soon: the waiter in front may never come back.

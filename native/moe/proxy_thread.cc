@@ -18,7 +18,6 @@ namespace crossrail::moe {
 
 namespace {
 
-constexpr int64_t kYieldAfterNs = 2'000;        // of spinning: the caller may need this very core
 constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it checks again, whatever happened
 
 }  // namespace
@@ -28,7 +27,7 @@ ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
     // numbers wrap around.
     : proxy_(proxy),
       has_core_(cpu != -1),
-      spin_ns_(spin_ns),
+      patience_(spin_ns),
       orders_(std::bit_ceil(kParities * (4 + proxy.far_ranks().size()) + 1)) {
   thread_ = start_thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "crossrail-moe");
@@ -74,13 +73,14 @@ void ProxyThread::put(const Order& order) {
 
 bool ProxyThread::settle(Deadline deadline) {
   const uint32_t given = given_.load(std::memory_order_relaxed);
-  const int64_t spin_until = now_ns() + spin_ns_;
+  const int64_t begun = now_ns();
+  int64_t spin_until = begun + patience_.spin_ns(begun);
   // acquire: pairs with the release of done_ in run(); from here on the proxy and failure_ are ours.
   for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != given;) {
     const int64_t now = now_ns();
     if (now >= deadline) return false;
     if (now < spin_until) {
-      std::this_thread::yield();
+      if (patience_.yield()) spin_until = now;
       continue;
     }
     is_awaited_.store(true, std::memory_order_seq_cst);
@@ -110,11 +110,11 @@ void ProxyThread::run() {
     }
     const int64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < spin_ns_) {
-      if (has_core_ || now - idle_since < kYieldAfterNs) {
+    if (now - idle_since < patience_.spin_ns(now)) {
+      if (has_core_ || now - idle_since < Patience::kYieldAfterNs) {
         cpu_relax();
       } else {
-        std::this_thread::yield();
+        patience_.yield();
       }
       continue;
     }

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/patience.h"
 #include "moe/proxy.h"
 
 namespace crossrail::moe {
@@ -70,7 +71,7 @@ class ProxyThread {
 
   Proxy& proxy_;
   const bool has_core_;
-  const int64_t spin_ns_;
+  Patience patience_;
   std::vector<Order> orders_;
   std::array<std::vector<int32_t>, kParities> counts_;
   std::array<uint64_t, kParities> hashes_{};

@@ -20,7 +20,6 @@ namespace crossrail::moe {
 namespace {
 
 constexpr int64_t kLookNs = 5'000'000;  // between checks for what delays us
-constexpr int64_t kYieldNs = 2'000;     // of spinning: whatever we wait for may need this very core
 constexpr int64_t kDozeNs = 1'000'000;  // without any progress, after which pauses get longer
 constexpr int64_t kShortPauseNs = 5'000;
 constexpr int64_t kLongPauseNs = 50'000;
@@ -181,9 +180,12 @@ void StreamProxy::run() {
   let_go();
 }
 
-void StreamProxy::pause(int64_t idle_ns) const {
-  if (idle_ns < kYieldNs || options_.cpu != -1) return cpu_relax();
-  if (idle_ns < options_.spin_ns) return std::this_thread::yield();
+void StreamProxy::pause(int64_t idle_ns) {
+  if (idle_ns < Patience::kYieldAfterNs || options_.cpu != -1) return cpu_relax();
+  if (idle_ns < patience_.spin_ns(now_ns())) {
+    patience_.yield();
+    return;
+  }
   const timespec time{.tv_sec = 0, .tv_nsec = idle_ns < kDozeNs ? kShortPauseNs : kLongPauseNs};
   nanosleep(&time, nullptr);
 }

@@ -38,6 +38,7 @@
 
 #include "device/gdrcopy.h"
 #include "device/round_words.h"
+#include "engine/patience.h"
 #include "moe/layout.h"
 #include "moe/proxy.h"
 
@@ -173,7 +174,7 @@ class StreamProxy {
   void tell(StreamWord word, uint64_t round);
   void send_last_results();
   void let_go();
-  void pause(int64_t idle_ns) const;
+  void pause(int64_t idle_ns);
   template <typename T>
   T* at(uint64_t part, uint64_t round) const {
     return reinterpret_cast<T*>(board_.data() + part + round % kParities * parts_.parity_bytes);
@@ -187,6 +188,7 @@ class StreamProxy {
   const std::span<std::byte> board_;
   const StreamBoard parts_;
   const Options options_;
+  Patience patience_{options_.spin_ns};
   std::array<device::RoundWords*, kStreamWords> words_{};
   std::optional<device::BarMemory> bar_;  // has those that we publish, if it is there
   std::string why_pinned_;

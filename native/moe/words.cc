@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <thread>
 
 #include "util/clock.h"
 #include "util/copy.h"
@@ -16,7 +15,6 @@ namespace {
 
 // How long a sleeper goes without checking the owner: a rank that dies wakes nobody.
 constexpr int64_t kPeerLookEveryNs = 5'000'000;
-constexpr int64_t kWaitYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
 // A sealed word does not change while rounds advance, and would seem to be ahead 2^31 rounds later. So it is moved
 // forward whenever it is further behind than kSealedBehindMax, to kSealedBehind: both are far from where ranks are that
 // lag a few rounds behind us.
@@ -111,9 +109,9 @@ bool seal(Word& word, uint32_t round) {
   return is_behind;
 }
 
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
-                        uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
-                        std::vector<size_t>* absent) {
+WordsOutcome wait_words(Engine& engine, Patience& patience, std::span<const Awaited> words,
+                        std::span<const Watched> watched, uint32_t round, Deadline deadline,
+                        const InterruptCheck& interrupted, std::vector<size_t>* absent) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool simulated = engine.options().simulation != nullptr;
   int64_t spin_until = 0;  // 0: not begun
@@ -137,8 +135,8 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     }
     const int64_t now = now_ns();
     if (spin_until == 0) {
-      spin_until = now + engine.options().spin_ns;
-      yield_from = now + kWaitYieldAfterNs;
+      spin_until = now + patience.spin_ns(now);
+      yield_from = now + Patience::kYieldAfterNs;
       next_look = now + kPeerLookEveryNs;
     }
     if (now >= std::min(next_look, deadline)) {
@@ -155,8 +153,8 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     if (now < spin_until) {
       if (now < yield_from) {
         cpu_relax();
-      } else {
-        std::this_thread::yield();
+      } else if (patience.yield()) {
+        spin_until = now;
       }
       continue;
     }

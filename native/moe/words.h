@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/patience.h"
 
 namespace crossrail::moe {
 
@@ -95,12 +96,13 @@ struct WordsOutcome {
 // deadline. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile; otherwise only
 // its worker drives it. In a simulation nobody else runs while we wait: whatever has not arrived by then is late
 // at once.
+// patience: of those who wait like this one.
 // watched: other ranks without which the wait is just as pointless, unless they had done their part and said farewell
 // before they were lost or left; their indices follow those of the words.
 // absent: null, or the wait goes on without owners that are lost and did not say farewell: their words are sealed, and
 // the indices of those sealed before `round` are put there. The result is then never kPeerLost.
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
-                        uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
-                        std::vector<size_t>* absent = nullptr);
+WordsOutcome wait_words(Engine& engine, Patience& patience, std::span<const Awaited> words,
+                        std::span<const Watched> watched, uint32_t round, Deadline deadline,
+                        const InterruptCheck& interrupted, std::vector<size_t>* absent = nullptr);
 
 }  // namespace crossrail::moe

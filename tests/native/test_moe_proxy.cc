@@ -22,6 +22,7 @@ namespace crossrail::moe {
 
 TEST_CASE("moe words: what was written before a word is seen by who waited for it") {
   const EngineRef engine = open_engine("a");
+  Patience patience(engine->options().spin_ns);
   const RegionRef board = engine->alloc(4096, true);
   auto* words = reinterpret_cast<Word*>(board->base());
   int values[2] = {0, 0};  // plain: a race would be found
@@ -31,12 +32,12 @@ TEST_CASE("moe words: what was written before a word is seen by who waited for i
     for (uint32_t round = 2; round <= kRounds; round += 2) {
       values[own] = static_cast<int>(round);
       REQUIRE(publish(words[own], round));
-      const WordsOutcome outcome = wait_words(*engine, {&other, 1}, {}, round, deadline_in(60), {});
+      const WordsOutcome outcome = wait_words(*engine, patience, {&other, 1}, {}, round, deadline_in(60), {});
       REQUIRE(outcome.result == WordsResult::kReady);
       if (values[1 - own] < static_cast<int>(round)) FAIL("a stale value");
       REQUIRE(publish(words[3 + own], round));  // seen: it may be written again
       const Awaited seen{.word = &words[4 - own], .farewell = &words[2], .owner = nullptr};
-      REQUIRE(wait_words(*engine, {&seen, 1}, {}, round, deadline_in(60), {}).result == WordsResult::kReady);
+      REQUIRE(wait_words(*engine, patience, {&seen, 1}, {}, round, deadline_in(60), {}).result == WordsResult::kReady);
     }
   };
   std::thread other(play, 1);
@@ -47,11 +48,12 @@ TEST_CASE("moe words: what was written before a word is seen by who waited for i
 
 TEST_CASE("moe words: late, left and closed are told apart, and a round that is ahead will do") {
   const EngineRef engine = open_engine("a");
+  Patience patience(engine->options().spin_ns);
   const RegionRef board = engine->alloc(4096, true);
   auto* words = reinterpret_cast<Word*>(board->base());
   const Awaited awaited{.word = &words[0], .farewell = &words[1], .owner = nullptr};
   const auto wait = [&](uint32_t round, double seconds) {
-    return wait_words(*engine, {&awaited, 1}, {}, round, deadline_in(seconds), {}).result;
+    return wait_words(*engine, patience, {&awaited, 1}, {}, round, deadline_in(seconds), {}).result;
   };
   CHECK(wait(2, 0.01) == WordsResult::kLate);
   CHECK(publish(words[0], 8));
@@ -103,6 +105,7 @@ TEST_CASE("moe words: of a word that is published and sealed at once all see the
 
 TEST_CASE("moe words: a wait goes on without an owner that is masked, and without one whose word another sealed") {
   const EngineRef engine = open_engine("a");
+  Patience patience(engine->options().spin_ns);
   const RegionRef board = engine->alloc(4096, true);
   auto* words = reinterpret_cast<Word*>(board->base());
   std::vector<Awaited> awaited(3);
@@ -111,11 +114,11 @@ TEST_CASE("moe words: a wait goes on without an owner that is masked, and withou
   REQUIRE(publish(words[0], 2));
   REQUIRE(seal(words[1], 2));
   awaited[2].is_masked = true;
-  CHECK(wait_words(*engine, awaited, {}, 2, deadline_in(60), {}, &absent).result == WordsResult::kReady);
+  CHECK(wait_words(*engine, patience, awaited, {}, 2, deadline_in(60), {}, &absent).result == WordsResult::kReady);
   CHECK(absent == std::vector<size_t>{1, 2});
   CHECK(!publish(words[2], 2));
   absent.clear();
-  CHECK(wait_words(*engine, awaited, {}, 4, deadline_in(0.01), {}, &absent).result == WordsResult::kLate);
+  CHECK(wait_words(*engine, patience, awaited, {}, 4, deadline_in(0.01), {}, &absent).result == WordsResult::kLate);
   CHECK(publish(words[0], 4));
   engine->close(0);
 }
