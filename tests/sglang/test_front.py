@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,8 @@ from crossrail.errors import UsageError
 from crossrail.integrations.sglang import bootstrap, front, halves, hooks
 from crossrail.integrations.sglang.prefill import PrefillSide
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, WAITING, Side, ask, failure, finish, until
-from tests.support.limits import eventually, never
+from tests.sglang.side import BOOTSTRAPPING, FAILED, SECRET, WAITING, Side, ask, failure, finish, until
+from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
 
 
@@ -164,6 +164,8 @@ def test_refusals_are_sealed() -> None:
     for wrong in (overdue.to_line(b"theirs"), halves.to_line(told, b"ours")):
         with pytest.raises(UsageError):
             halves.Overdue.from_line(wrong, b"ours")
+        with pytest.raises(UsageError):
+            halves.Held.from_line(wrong, b"ours")
 
 
 def test_what_is_told_is_told_for_a_while() -> None:
@@ -216,13 +218,10 @@ async def test_a_half_that_has_come_may_take_long(server: Any, open_side: Open, 
 
 async def refused_by_decoder(address: str, monkeypatch: pytest.MonkeyPatch, room: Any, *said: Any) -> None:
     """What a decode server's front does with a request."""
-    host, _, port = address.partition(":")
-    disagg = SimpleNamespace(disaggregation_transfer_backend="crossrail", disaggregation_bootstrap_port=int(port))
-    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
-    one = Front(None, *said)
-    one.disaggregation_mode = SimpleNamespace(value="decode")
-    hosts = [host] * len(room) if isinstance(room, list) else host
-    request = SimpleNamespace(bootstrap_room=room, bootstrap_host=hosts, bootstrap_port=None)
+    one, of_room = decode_front(address, monkeypatch, *said)
+    request = of_room(room)
+    if isinstance(room, list):
+        request.bootstrap_host = [request.bootstrap_host] * len(room)
     with contextlib.suppress(ValueError):
         async for _ in front.watched(Front.generate_request, one, request):
             pass
@@ -268,6 +267,88 @@ async def test_a_prefill_server_that_is_gone_is_told_nothing(
     caplog.set_level(logging.INFO, "crossrail.sglang")
     await refused_by_decoder(f"127.0.0.1:{free_port()}", monkeypatch, 1, ValueError("the queue is full"))
     assert "does not hear that it was refused: nobody listens" in caplog.text
+
+
+def decode_front(address: str, monkeypatch: pytest.MonkeyPatch, *said: Any) -> tuple[Front, Callable[[int], Any]]:
+    """A decode server's front, and a request of a room to it."""
+    host, _, port = address.partition(":")
+    disagg = SimpleNamespace(disaggregation_transfer_backend="crossrail", disaggregation_bootstrap_port=int(port))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: disagg)
+    one = Front(None, *said)
+    one.disaggregation_mode = SimpleNamespace(value="decode")
+    return one, lambda room: SimpleNamespace(bootstrap_room=room, bootstrap_host=host, bootstrap_port=None)
+
+
+async def test_a_prefiller_does_not_wait_for_a_half_that_no_decode_server_has(
+    server: Any, open_side: Open, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = open_side("prefill", options={"other_half_s": 0.2})
+    one, of_room = decode_front(address, monkeypatch, "token", "token")
+    has, lost = p.sender(1), p.sender(2)
+    under_way = front.watched(Front.generate_request, one, of_room(1))
+    assert await anext(under_way) == "token"
+
+    await ended(lost)
+    assert "no decode server has the other half of the request" in failure(lost).failure_reason
+    assert has.poll() == BOOTSTRAPPING
+
+    await under_way.aclose()  # as its server's end does
+    await ended(has)
+    assert not front._Decode._held
+
+
+async def ended(sender: Any) -> None:
+    async def look() -> None:
+        while sender.poll() != FAILED:
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(look(), WAIT_S)
+
+
+async def test_a_half_that_a_decoder_has_taken_in_may_take_long(
+    server: Any, open_side: Open, d: Side, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for pages. Who told of it may be gone."""
+    p = open_side("prefill", options={"other_half_s": 0.2})
+    sender, receiver = p.sender(1), d.receiver(1)
+    eventually(lambda: p.manager.core.prefiller._awaited, "it is announced")
+    await bootstrap.tell_held(address, [3], SECRET.encode(), 5.0)
+    never(lambda: sender.poll() == FAILED, "it fails")
+    ask(receiver)
+    finish(p, d, sender, receiver, "all the same")
+
+
+async def test_a_request_that_no_client_waits_for_is_not_told(
+    server: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, of_room = decode_front(address, monkeypatch)
+    await front.watched(Front.generate_request, one, of_room(1)).aclose()
+    assert not front._Decode._held and not front._Decode._telling
+
+
+def test_what_no_decode_server_has_is_refused_once_for_all_ranks() -> None:
+    known, overdue = halves.Halves(), halves.Overdue([], 30.0, [7, 8])
+    known.look_for(overdue, 10.0, 6.0)
+    assert not known.recent(10.0, 6.0), "nobody tells what decode servers have"
+    known.hold(halves.Held([8]), 20.0)
+    known.look_for(overdue, 50.0, 6.0)
+    assert not known.recent(50.0, 6.0), "another one may not have told yet"
+    known.hold(halves.Held([8]), 50.0)
+    for now_s in (50.5, 51.0):
+        known.look_for(overdue, now_s, 6.0)
+    [refused] = known.recent(51.0, 6.0)
+    assert refused.room == 7 and refused.by_decoder and "for over 30 s" in refused.why
+    known.look_for(overdue, 81.0, 6.0)
+    assert [refused.room for refused in known.recent(81.0, 6.0)] == [7, 8], "its decode server tells nothing any more"
+
+
+async def test_more_rooms_than_a_line_has_are_told(server: Any, address: str) -> None:
+    rooms = [(1 << 63) - 1 - i for i in range(halves.HELD_MAX + 1)]
+    await bootstrap.tell_held(address, rooms, SECRET.encode(), 5.0)
+    assert sorted(server._server._halves._held) == sorted(rooms)
+    with pytest.raises(bootstrap.NoInstance, match="403"):
+        await bootstrap.tell_held(address, [1], b"another", 5.0)
+    assert 1 not in server._server._halves._held
 
 
 async def test_strangers_refuse_nothing(server: Any, address: str) -> None:

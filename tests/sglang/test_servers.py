@@ -135,6 +135,12 @@ def test_a_half_that_never_comes_to_the_prefill_server_is_not_waited_for(fleet: 
     expect(fleet, 519)
 
 
+def test_a_half_that_never_comes_to_a_decode_server_is_not_waited_for(fleet: Fleet) -> None:
+    expect(fleet, 550)  # since then the prefill server knows that there is one, which tells what it has
+    assert "no decode server has the other half of the request" in fleet.p.ask(prompt(551, 50), **fleet.room())
+    expect(fleet, 552)
+
+
 def test_halves_of_two_requests_in_one_room_fail(fleet: Fleet) -> None:
     """Both as long: nothing but their tokens tells them apart."""
     where = fleet.room()

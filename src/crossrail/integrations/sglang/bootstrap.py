@@ -3,6 +3,7 @@
     PUT /route      a rank's line, sealed with the secret (RankLine), and one of overdue rooms; again every register_s.
                     Answered by what it has to know of halves of requests (halves.py)
     PUT /refused    likewise, what a decode server has refused
+    PUT /held       likewise, the rooms that a decode server has
     POST /recompute a decoder's request to compute KV again, likewise (recompute.py)
     GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
     GET /health     200
@@ -28,7 +29,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.integrations.loop_thread import LoopThread
 from crossrail.integrations.sglang import halves, recompute
-from crossrail.integrations.sglang.halves import Halves, Overdue, Refused, refusal
+from crossrail.integrations.sglang.halves import HELD_MAX, Halves, Held, Overdue, Refused, refusal
 from crossrail.integrations.sglang.recompute import OwnServer, Wishes
 from crossrail.integrations.sglang.state import unusable_room
 from crossrail.kv import messages as m
@@ -46,6 +47,7 @@ LEASE = 3.0  # of a line, in register_s
 _PATIENCE_S = 10.0  # for the loop to begin or stop listening
 PATH = "/route"
 REFUSED_PATH = "/refused"
+HELD_PATH = "/held"
 _SAME_SECRET = "set the same CROSSRAIL_SECRET, or secret_file, at all servers"
 _OUR_STATUSES = (401, 403, 503)  # what a BootstrapServer answers when it does not say yes
 
@@ -149,6 +151,7 @@ class BootstrapServer:
         route = self._listener.route
         app.add_routes([route("PUT", PATH, self._put), route("GET", PATH, self._get)])
         app.add_routes([route("GET", "/health", self._health), route("PUT", REFUSED_PATH, self._refused)])
+        app.add_routes([route("PUT", HELD_PATH, self._hold)])
         app.add_routes([route("POST", recompute.PATH, self._recompute, is_long=True)])
         await self._listener.start(app, host, port, _http_log)
 
@@ -202,6 +205,15 @@ class BootstrapServer:
             self._halves.add(msgspec.structs.replace(refused, by_decoder=True), time.monotonic())
         return web.Response()
 
+    async def _hold(self, request: web.Request) -> web.Response:
+        try:
+            async with self._listener.bodies.read(request) as body:
+                held = Held.from_line(body.decode("latin-1"), self._secret)
+        except UsageError as error:
+            return web.Response(status=403, text=f"{error}\n")
+        self._halves.hold(held, time.monotonic())
+        return web.Response()
+
     async def _get(self, request: web.Request) -> web.Response:
         if refusal := self._stranger(request):
             return refusal
@@ -241,7 +253,7 @@ async def register(
     address: str, line: str, secret: bytes, timeout_s: float, overdue: Overdue | None = None
 ) -> list[Refused]:
     """Tells a server ("host:port") of a rank. Raises NoInstance when it does not take it."""
-    lines = f"{line}\n{overdue.to_line(secret)}" if overdue and overdue.rooms else line
+    lines = f"{line}\n{overdue.to_line(secret)}" if overdue and (overdue.rooms or overdue.unasked) else line
     answer = await _ask("PUT", address, timeout_s, data=lines)
     try:
         return halves.from_line(answer.decode("latin-1"), secret)
@@ -253,6 +265,13 @@ async def tell_refused(address: str, room: int, why: str, secret: bytes, timeout
     """A decode server has refused its half of this room's request. Raises NoInstance when nobody hears it."""
     line = halves.to_line([refusal(room, why, by_decoder=True)], secret)
     await _ask("PUT", address, timeout_s, path=REFUSED_PATH, data=line)
+
+
+async def tell_held(address: str, rooms: list[int], secret: bytes, timeout_s: float) -> None:
+    """A decode server has requests of these rooms. Raises NoInstance when nobody hears it."""
+    for first in range(0, len(rooms), HELD_MAX):
+        line = Held(rooms[first : first + HELD_MAX]).to_line(secret)
+        await _ask("PUT", address, timeout_s, path=HELD_PATH, data=line)
 
 
 async def find_instances(address: str, secret: bytes, timeout_s: float) -> list[Instance]:

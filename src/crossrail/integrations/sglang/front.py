@@ -4,20 +4,21 @@ Requests that are too long, too many or malformed end in SGLang's HTTP process, 
 sender or receiver. Both ways lead through one generator there, which is watched; what would end a scheduler is refused
 there. At the prefill server the bootstrap
 server is in the same process; at the decode server its address comes with the request. What it notes goes to the
-prefiller's ranks (halves.py).
+prefiller's ranks (halves.py). A decode server's front also tells prefill servers which requests it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
 from crossrail.errors import CrossrailError
-from crossrail.integrations.sglang.bootstrap import tell_refused
+from crossrail.integrations.sglang.bootstrap import NoInstance, tell_held, tell_refused
 from crossrail.integrations.sglang.hooks import hook_around
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.state import ONE_SAMPLE, unusable_room
@@ -42,6 +43,9 @@ class _Watcher(Protocol):
 
     def refuse(self, request: Any, why: str) -> None: ...
 
+    def go(self, request: Any) -> None:
+        """It has ended."""
+
 
 class _Prefill:
     """bootstrap_server: SGLang's, of our class."""
@@ -58,32 +62,63 @@ class _Prefill:
         for room in rooms_of(request):
             self._server.refuse(room, f"the prefill server refused it: {why}")
 
+    def go(self, request: Any) -> None: ...
+
 
 class _Decode:
     """port: of bootstrap servers, for requests that name none."""
 
     _telling: ClassVar[set[asyncio.Task[None]]] = set()
+    _held: ClassVar[dict[str, set[int]]] = {}  # rooms that this server has, by their prefill servers' addresses
 
     def __init__(self, port: int) -> None:
         self._port = port
 
-    def come(self, request: Any) -> None: ...
+    def come(self, request: Any) -> None:
+        for room, address in self._halves_of(request):
+            if address in self._held:
+                self._held[address].add(room)
+            else:
+                self._held[address] = {room}
+                self._keep(_tell_held(address, self._held))
 
     def refuse(self, request: Any, why: str) -> None:
+        for room, address in self._halves_of(request):
+            self._keep(_tell_refused(address, room, f"the decode server refused it: {why}"))
+
+    def go(self, request: Any) -> None:
+        for room, address in self._halves_of(request):
+            self._held.get(address, set()).discard(room)
+
+    def _halves_of(self, request: Any) -> Iterator[tuple[int, str]]:
+        """Its rooms, each with the address of the bootstrap server of its other half."""
         rooms = rooms_of(request)
         hosts, ports = (
             _each(getattr(request, name, None), len(rooms)) for name in ("bootstrap_host", "bootstrap_port")
         )
         for room, host, port in zip(rooms, hosts, ports, strict=True):
-            if not host or host == _NO_HOST or unusable_room(room):
-                continue
-            address = f"{host}:{port or self._port}"
-            task = asyncio.ensure_future(_tell(address, room, f"the decode server refused it: {why}"))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            if host and host != _NO_HOST and not unusable_room(room):
+                yield room, f"{host}:{port or self._port}"
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
 
-async def _tell(address: str, room: int, why: str) -> None:
+async def _tell_held(address: str, held: dict[str, set[int]]) -> None:
+    """Again and again, as long as there are any. A prefill server that misses some waits longer, and nothing else."""
+    options = SglangOptions.from_environment()
+    try:
+        while rooms := held[address]:
+            with contextlib.suppress(NoInstance):
+                await tell_held(address, sorted(rooms), options.secret(), _TELL_S)
+            await asyncio.sleep(options.register_s)
+    finally:
+        del held[address]
+
+
+async def _tell_refused(address: str, room: int, why: str) -> None:
     try:
         await tell_refused(address, room, why, SglangOptions.from_environment().secret(), _TELL_S)
     except CrossrailError as error:  # then there is no prefill server that waits, or it waits for bootstrap_s
@@ -113,12 +148,12 @@ def watched(
     watcher = _watcher_of(front)
     if watcher is None:
         return answers
-    watcher.come(request)
     return _telling(answers, request, watcher)
 
 
 async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _Watcher) -> AsyncIterator[Any]:
     try:
+        watcher.come(request)
         if why := unservable(request):
             raise ValueError(why)  # SGLang answers 400
         async with aclosing(answers):  # when a client hangs up, at once, and not by the garbage collector
@@ -129,6 +164,8 @@ async def _telling(answers: AsyncGenerator[Any, None], request: Any, watcher: _W
     except Exception as error:
         watcher.refuse(request, str(getattr(error, "detail", error)))
         raise
+    finally:
+        watcher.go(request)
 
 
 def unservable(request: Any) -> str:

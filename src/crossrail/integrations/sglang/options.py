@@ -39,7 +39,8 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meanwhile.
     register_s: how often a prefiller's rank tells its bootstrap server that it is there. A rank that was not heard for
     three times as long is forgotten.
-    other_half_s: how long a decoder waits for a room that has not come to the prefill server at all.
+    other_half_s: how long a decoder waits for a room that has not come to the prefill server at all, and a prefiller
+    for one that no decode server has.
     quiesce_s: how long SGLang's scheduler waits, when it takes pages back, until nothing touches them; then it
     ends. At least three times prefiller_timeout_s (_SHUTTING_OUT), and by default so long if that is longer.
     """

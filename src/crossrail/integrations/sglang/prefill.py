@@ -194,13 +194,20 @@ class PrefillSide:
             self._give_up(refused.room, refused.why, by_us=False)
 
     def overdue(self) -> Overdue:
-        """What decoders wait for, and SGLang has not shown to us for long."""
+        """What decoders wait for, and SGLang has not shown to us for long; and the reverse."""
         after_s = self._node.options.other_half_s
         until_s = loop_time_s() - after_s
         waiting = [(ask.begun_s, key) for key, ask in self._early.items()]
         waiting += [(awaited.since_s, key) for key, awaited in self._awaited.items()]
         rooms = dict.fromkeys(_number_of(key[1]) for since_s, key in sorted(waiting) if since_s < until_s)
-        return Overdue([room for room in rooms if room not in self._opened][:OVERDUE_MAX], after_s)
+        announced = {_number_of(key[1]) for key in self._awaited}
+        unasked = [
+            room.number
+            for room in self._rooms.values()
+            if room.begun_s < until_s and not room.asks and not room.progress.error and room.number not in announced
+        ]
+        missing = [room for room in rooms if room not in self._opened]
+        return Overdue(missing[:OVERDUE_MAX], after_s, unasked[:OVERDUE_MAX])
 
     def set_pages(self, room: Room, count: int, prompt: Prompt | None = None) -> None:
         """How many pages there will be in all, and of what. When all ranks of the decoder have asked; what has ended
