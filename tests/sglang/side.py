@@ -43,7 +43,8 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 class Side:
     """rank of tp. mla: one latent, the same on all ranks. gpu: where its KV is. server_args: SGLang's. http_port: where
-    its server takes requests. model: of its config. dtype: of the model. changes: to its KVArgs.
+    its server takes requests. model: of its config. dtype: of the model. model_path: its
+    checkpoint. changes: to its KVArgs.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Side:
         http_port: int = 1,
         model: dict[str, Any] | None = None,
         dtype: str = "torch.float32",
+        model_path: str = "/",
         **changes: Any,
     ) -> None:
         from crossrail.integrations.sglang import conn
@@ -94,7 +96,7 @@ class Side:
             mock.patch.object(conn, "get_parallel", return_value=SimpleNamespace(**where)),
             mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host, port=http_port)),
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
-            mock.patch.object(conn, "process_model_config", return_value=model_config(model or {}, dtype)),
+            mock.patch.object(conn, "process_model_config", return_value=model_config(model or {}, dtype, model_path)),
         ):
             self.manager = conn.CrossrailKVManager(
                 self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(**(server_args or {})), mla
@@ -219,9 +221,9 @@ def failure(one: Any) -> Any:
     raise AssertionError("failure_exception raised nothing")
 
 
-def model_config(entries: dict[str, Any], dtype: str) -> Any:
+def model_config(entries: dict[str, Any], dtype: str, path: str = "/") -> Any:
     config = SimpleNamespace(to_dict=lambda: entries)
-    return SimpleNamespace(hf_text_config=config, hf_config=config, dtype=dtype)
+    return SimpleNamespace(hf_text_config=config, hf_config=config, dtype=dtype, model_path=path, revision=None)
 
 
 def _piece(text: str, plane: int, page: int, head: int) -> npt.NDArray[np.uint8]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from crossrail.errors import UsageError
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, Side, ask, failure, hand_over, until
+from tests.sglang.side import FAILED, LAYERS, PAGE, ROW, Side, ask, failure, hand_over, model_config, until
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,35 @@ def test_scales_that_only_one_sides_weights_have_do_not_match(
     ask(receiver)
     until(FAILED, receiver)
     assert "decoder of the weights, which have none" in failure(receiver).failure_reason
+
+
+def test_scales_that_a_file_beside_the_config_tells_of_do_not_match(open_side: Open, tmp_path: Path) -> None:
+    p = open_side("prefill", kv_cache_dtype_str="fp8_e4m3")
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text('{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}')
+    d = open_side("decode", kv_cache_dtype_str="fp8_e4m3", model_path=str(tmp_path))
+    receiver = d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver)
+    assert "cache scales: producer of the weights, which have none, decoder" in failure(receiver).failure_reason
+    beside.write_text('{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": null}}')
+    hand_over(p, open_side("decode", kv_cache_dtype_str="fp8_e4m3", model_path=str(tmp_path)), "the same", 2)
+    beside.write_text("no JSON")
+    with pytest.raises(UsageError, match=r"hf_quant_config\.json: JSON is malformed"):
+        open_side("decode", model_path=str(tmp_path))
+
+
+def test_scales_that_a_checkpoint_of_a_hub_tells_of_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crossrail.integrations.sglang import conn
+
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    hub = ModuleType("huggingface_hub")
+    hub.try_to_load_from_cache = lambda *asked, **_: str(beside) if asked == ("a/b", beside.name) else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, hub.__name__, hub)
+    for name, scheme in (("a/b", True), ("a/c", False)):
+        monkeypatch.setattr(conn, "process_model_config", lambda name=name: model_config({}, "torch.bfloat16", name))
+        assert bool(conn._model(None).scheme) == scheme
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp4_mx_block16"])

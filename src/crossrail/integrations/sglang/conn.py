@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import (
@@ -61,6 +62,7 @@ _KV_DEPENDS_ON = re.compile(
     "model_type|hidden_size|hidden_act|vocab_size|layer_types|rope|rotary|eps$|bias|sliding|window|expert|norm|scal|"
     "multiplier|softcap|lora_rank"
 )
+_MODELOPT_FILE = "hf_quant_config.json"
 _FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
 _FOLLOW = "follow_bootstrap_room"
 _POLLS = {
@@ -158,7 +160,7 @@ def own_server() -> OwnServer:
 
 
 def _model(server_args: Any) -> Model:
-    """Raises UsageError for a file of scales that cannot be read."""
+    """Raises UsageError for files of scales, and of quantization, that cannot be read."""
     config, scales, scheme = process_model_config(), "", ""
     if path := getattr(server_args, "quantization_param_path", None):
         try:
@@ -167,10 +169,30 @@ def _model(server_args: Any) -> Model:
             raise UsageError(f"--quantization-param-path={path}: {error}") from None
     entries = config.hf_text_config.to_dict()
     digest = model_digest({name: value for name, value in entries.items() if _KV_DEPENDS_ON.search(name)})
-    for said in (entries, config.hf_config.to_dict()):  # the latter of a model that has more parts than text
+    for said in (_modelopt_config(config), entries, config.hf_config.to_dict()):  # the last: of more parts than text
         if of_cache := _cache_entries(said.get("quantization_config") or said.get("compression_config") or {}):
             scheme = model_digest(of_cache)
     return Model(digest, str(config.dtype).removeprefix("torch."), scales, scheme)
+
+
+def _modelopt_config(config: Any) -> dict[str, Any]:
+    """The file beside config.json that some quantized checkpoints have instead, as if it were there."""
+    folder = Path(config.model_path)
+    if folder.exists():
+        path = folder / _MODELOPT_FILE
+        if not path.is_file():
+            return {}
+    else:  # the name of one at a hub: SGLang has got the file by now, if there is one
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(config.model_path, _MODELOPT_FILE, revision=config.revision)
+        if not isinstance(cached, str):
+            return {}
+        path = Path(cached)
+    try:
+        return {"quantization_config": msgspec.json.decode(path.read_bytes(), type=dict[str, Any])}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def _cache_entries(quantization: dict[str, Any]) -> dict[str, Any]:
