@@ -21,6 +21,7 @@ from crossrail.errors import CrossrailError
 _SUBMIT_BYTES = 4096
 # Submits between two looks at the clock's other side: few enough that the queue never fills.
 _SUBMIT_BATCH = 32
+_SPARSE_ROUNDS = 500
 _VERIFIED = 100  # rounds and messages of a pass that is not timed
 
 
@@ -47,13 +48,27 @@ def _streams_limit(family: socket.AddressFamily) -> _Limit:
 
 def _streams_one_way_us(pair: Pair, family: socket.AddressFamily) -> float:
     rounds = pair.settings.scaled(10_000)
+    with _bare_partner(pair, family, rounds) as bare:
+        took_ns = api_loops.ping_streams(bare, rounds, first=True)
+    return took_ns / rounds / 2 / 1e3
+
+
+def _streams_sparse_us(pair: Pair, family: socket.AddressFamily) -> float:
+    rounds = pair.settings.scaled(_SPARSE_ROUNDS)
+    with _bare_partner(pair, family, rounds) as bare:
+        took_ns = event_loop.run(api_loops.ping_streams_sparsely(bare, rounds))
+    return statistics.median(took_ns) / 2 / 1e3
+
+
+@contextmanager
+def _bare_partner(pair: Pair, family: socket.AddressFamily, rounds: int) -> Iterator[socket.socket]:
+    """A socket whose other end answers so many words by asyncio's streams."""
     with api_loops.listen_bare(family) as listener:
         at = listener.getsockname()
         address, port = (at.decode(), None) if family == socket.AF_UNIX else at
         pair.child.start("stream_ping_pong", address=address, port=port, rounds=rounds)
-        took_ns = api_loops.ping_streams(listener.accept()[0], rounds, first=True)
+        yield listener.accept()[0]
         pair.child.finish()
-    return took_ns / rounds / 2 / 1e3
 
 
 def tcp_measures() -> list[Measure]:
@@ -63,6 +78,8 @@ def tcp_measures() -> list[Measure]:
     return [
         _latency_measure("py-blocking", "blocking", word),
         _latency_measure("py-await", "await", _streams_limit(socket.AF_INET)),
+        _sparse_measure("py-sparse", "blocking", socket.AF_INET),
+        _sparse_measure("py-sparse-await", "await", socket.AF_INET),
         _rate_measure(rate),
         _message_latency_measure(message),
     ]
@@ -73,6 +90,8 @@ def measures() -> list[Measure]:
     return [
         _latency_measure("py-blocking", "blocking", _FLAG, Bar("value", "<=", 8.0)),
         _latency_measure("py-await", "await", _streams_limit(socket.AF_UNIX), Bar("value", "<=", 25.0)),
+        _sparse_measure("py-sparse", "blocking", socket.AF_UNIX),
+        _sparse_measure("py-sparse-await", "await", socket.AF_UNIX),
         Measure(
             name="py-submit",
             title="Python: submit_write, a call",
@@ -94,6 +113,16 @@ def _latency_measure(name: str, how: Literal["blocking", "await"], limit: _Limit
         limit=limit.name,
         samples=lambda pair: _latency_samples(pair, limit, blocking=how == "blocking"),
         bar=bar,
+    )
+
+
+def _sparse_measure(name: str, how: Literal["blocking", "await"], family: socket.AddressFamily) -> Measure:
+    return Measure(
+        name=name,
+        title=f"Python: the same every 2 ms, {how}",
+        unit="us",
+        limit=_streams_limit(family).name,
+        samples=lambda pair: _sparse_samples(pair, family, blocking=how == "blocking"),
     )
 
 
@@ -151,6 +180,18 @@ def _latency_samples(pair: Pair, limit: _Limit, *, blocking: bool) -> SampleStre
         while True:
             at_best_us = limit.figure(pair)
             yield Sample(ping_pong(rounds) / rounds / 2 / 1e3, at_best_us)
+
+
+def _sparse_samples(pair: Pair, family: socket.AddressFamily, *, blocking: bool) -> SampleStream:
+    """Medians. Our threads may use all cores: where the kernel wakes them is part of what is measured."""
+    rounds = pair.settings.scaled(_SPARSE_ROUNDS)
+    with pair.on_all_cores(), _sides(pair) as side:
+        while True:
+            at_best_us = _streams_sparse_us(pair, family)
+            pair.child.start("api_ping_pong", rounds=rounds, blocking=blocking)
+            took_ns = event_loop.run(api_loops.ping_sparsely(side, rounds, blocking=blocking))
+            pair.child.finish()
+            yield Sample(statistics.median(took_ns) / 2 / 1e3, at_best_us)
 
 
 def _verify_ping_pong(pair: Pair, side: api_loops.Side, *, blocking: bool) -> None:

@@ -18,6 +18,7 @@ _TIMEOUT_S = 20.0
 MESSAGE_BYTES = 256
 _MESSAGES_HELD = 1024
 _MESSAGE_WINDOW = 256
+_PAUSE_S = 0.002  # until all have fallen asleep
 
 
 class Side:
@@ -88,6 +89,18 @@ async def ping_awaiting(side: Side, rounds: int) -> int:
     return time.perf_counter_ns() - begun
 
 
+async def ping_sparsely(side: Side, rounds: int, *, blocking: bool) -> list[int]:
+    """First side of a ping-pong with a pause before each round, in which everybody falls asleep. Nanoseconds of each."""
+    took_ns: list[int] = []
+    for _ in range(rounds):
+        await asyncio.sleep(_PAUSE_S)
+        begun = time.perf_counter_ns()
+        side.ping()
+        await _arrival(side, blocking=blocking)
+        took_ns.append(time.perf_counter_ns() - begun)
+    return took_ns
+
+
 async def answer_awaiting(side: Side, rounds: int) -> None:
     """Second side."""
     for _ in range(rounds):
@@ -152,10 +165,29 @@ def ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
     return asyncio.run(in_time(_ping_streams(bare, rounds, first=first), _TIMEOUT_S))
 
 
-async def _ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
+async def ping_streams_sparsely(bare: socket.socket, rounds: int) -> list[int]:
+    """As ping_sparsely(), with asyncio's streams; the partner does as in any ping-pong. Closes the socket."""
+    reader, writer = await _streams(bare)
+    took_ns: list[int] = []
+    for _ in range(rounds):
+        await asyncio.sleep(_PAUSE_S)
+        begun = time.perf_counter_ns()
+        writer.write(bytes(WORD_BYTES))
+        await reader.readexactly(WORD_BYTES)
+        took_ns.append(time.perf_counter_ns() - begun)
+    writer.close()
+    await writer.wait_closed()
+    return took_ns
+
+
+async def _streams(bare: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     open_streams = asyncio.open_unix_connection if bare.family == socket.AF_UNIX else asyncio.open_connection
     bare.setblocking(False)
-    reader, writer = await open_streams(sock=bare)
+    return await open_streams(sock=bare)
+
+
+async def _ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
+    reader, writer = await _streams(bare)
     word = bytes(WORD_BYTES)
     begun = time.perf_counter_ns()
     for _ in range(rounds):
