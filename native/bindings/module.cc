@@ -36,13 +36,24 @@ NB_MODULE(_core_of_main, module) {
   register_bench(module);
 }
 
-// In other interpreters than the main one, nanobind fails in a way that also breaks the main one: they are refused
-// before it is asked.
+// nanobind would fail in ways that tell nobody why, and in another interpreter than the main one break that, too: both
+// are refused before it is asked.
 extern "C" NB_EXPORT PyObject* PyInit__core() {
-  if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return PyInit__core_of_main();
-  PyErr_SetString(
-      PyExc_ImportError,
-      "crossrail cannot be imported in a subinterpreter. Next: import it in the main interpreter, or start a "
-      "process (multiprocessing, spawn)");
-  return nullptr;
+  static bool is_loaded = false;  // guarded by the main interpreter's GIL
+  const char* refusal = nullptr;
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
+    refusal =
+        "crossrail cannot be imported in a subinterpreter. Next: import it in the main interpreter, or start a "
+        "process (multiprocessing, spawn)";
+  } else if (is_loaded) {
+    refusal =
+        "crossrail cannot be imported again after its modules were removed from sys.modules. Next: leave them there, "
+        "or start a process (multiprocessing, spawn)";
+  }
+  if (refusal != nullptr) {
+    PyErr_SetString(PyExc_ImportError, refusal);
+    return nullptr;
+  }
+  is_loaded = true;
+  return PyInit__core_of_main();
 }

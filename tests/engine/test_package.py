@@ -183,3 +183,26 @@ def test_import_in_a_subinterpreter_is_refused_and_harms_nobody() -> None:
         """
     )
     assert_clean(script)
+
+
+def test_import_after_removal_from_sys_modules_says_why_it_is_refused() -> None:
+    """As unittest.mock.patch.dict(sys.modules) removes what was imported meanwhile."""
+    script = run_script(
+        """
+        import sys
+        from unittest import mock
+
+        with mock.patch.dict(sys.modules):
+            import crossrail as first
+            engine = first.Engine("first", transport="shm")
+        try:
+            from crossrail import Engine
+        except ImportError as error:
+            assert "after its modules were removed from sys.modules" in str(error), error
+        else:
+            raise AssertionError("it was imported again")
+        engine.close()
+        """
+    )
+
+    assert_clean(script)
