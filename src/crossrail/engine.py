@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import crossrail.transfers  # noqa: F401  # now: the first await may happen when no file descriptor is left to load it
 from crossrail import _core, _libfabric, _open_engines, _options, _raise, _simulation
@@ -239,6 +239,9 @@ class Engine(_core.Engine):
             return
         warnings.warn(f"engine {self.name!r} was not closed", ResourceWarning, source=self, stacklevel=2)
         self.close(0.0)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Engine can be neither pickled nor copied: send peers its address, which can be pickled")
 
     def __repr__(self) -> str:
         if not hasattr(self, "_is_open"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Region(_core.Region, Closing):
     Any thread.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def view(self) -> memoryview:
         """The memory as a memoryview of format "B", read-only if the registered object is. Nothing is copied.
@@ -165,6 +165,9 @@ class Region(_core.Region, Closing):
         then.
         """
         self._revoke(timeout_s)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Region can be neither pickled nor copied: send peers its descriptor, which can be pickled")
 
     def __repr__(self) -> str:
         try:

@@ -267,6 +267,16 @@ def test_descriptor_that_others_ask_for_during_revoke_is_never_an_old_one(engine
     assert len(seen) == 300
 
 
+def test_weak_reference_to_a_region_ends_with_it(engine: xr.Engine) -> None:
+    region = engine.alloc(10)
+    weak = weakref.ref(region)
+    assert weak() is region
+
+    del region
+    gc.collect()
+    assert weak() is None
+
+
 def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
     before, mapped = engine.stats()["regions_open"], shared_mappings()
 

@@ -1,6 +1,8 @@
 """Addresses and descriptors as values: compared, hashed, shown, pickled, sent as bytes or text."""
 
+import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -13,16 +15,16 @@ from tests.support.limits import WAIT_S
 def test_address_survives_bytes_text_and_pickle(engine: xr.Engine) -> None:
     address = engine.address
 
-    for copy in (
+    for again in (
         xr.Address.from_bytes(address.to_bytes()),
         xr.Address.from_bytes(bytes(address)),
         xr.Address.from_text(str(address)),
         pickle.loads(pickle.dumps(address)),
     ):
-        assert copy == address
-        assert hash(copy) == hash(address)
-        assert copy.name == address.name
-        assert copy.incarnation == address.incarnation
+        assert again == address
+        assert hash(again) == hash(address)
+        assert again.name == address.name
+        assert again.incarnation == address.incarnation
 
 
 def test_address_says_whose_it_is(open_engine: EngineFactory) -> None:
@@ -56,14 +58,14 @@ def test_addresses_of_two_engines_differ(open_engine: EngineFactory) -> None:
 def test_descriptor_survives_bytes_and_pickle(engine: xr.Engine) -> None:
     descriptor = engine.alloc(12_345).descriptor
 
-    for copy in (
+    for again in (
         xr.RegionDescriptor.from_bytes(descriptor.to_bytes()),
         xr.RegionDescriptor.from_bytes(bytes(descriptor)),
         pickle.loads(pickle.dumps(descriptor)),
     ):
-        assert copy == descriptor
-        assert hash(copy) == hash(descriptor)
-        assert (copy.nbytes, copy.owner, copy.access) == (12_345, engine.address, "write")
+        assert again == descriptor
+        assert hash(again) == hash(descriptor)
+        assert (again.nbytes, again.owner, again.access) == (12_345, engine.address, "write")
 
 
 @pytest.mark.parametrize("other", [None, "same", b"same", 1, object()])
@@ -84,6 +86,14 @@ def test_descriptor_carries_the_access(engine: xr.Engine, access: str) -> None:
 def test_pickle_holds_nothing_but_our_bytes(engine: xr.Engine) -> None:
     for value in (engine.address, engine.alloc(10).descriptor):
         assert value.to_bytes() in pickle.dumps(value)
+
+
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_pickling_or_copying_says_what_to_send_instead(engine: xr.Engine, send: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="send peers its address"):
+        send(engine)
+    with pytest.raises(TypeError, match="send peers its descriptor"):
+        send(engine.alloc(10))
 
 
 def test_descriptors_of_equal_regions_differ(engine: xr.Engine) -> None:
