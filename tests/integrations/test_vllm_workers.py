@@ -200,6 +200,28 @@ def test_preempted_prompts_go_on_from_other_blocks(p: Side, d: Side) -> None:
     p.until_sent("a")
 
 
+def test_prompts_computed_with_two_versions_of_weights_reach_nobody(p: Side, d: Side) -> None:
+    """Preempted by a reset of the cache. Who has got nothing yet gets all of the second."""
+    d.load("b", p, TOKENS, THEIRS)
+    d.load("c", p, TOKENS, [5, 6, 8, 10], transfer="u")
+    p.step(Orders(offers=[offer("a", TOKENS), offer("n", TOKENS, transfer="u")]))
+    p.until_asked()
+    p.until(lambda: p.was_asked("u"), "asked")
+    p.step(Orders(chunks=[Chunk("a", 16, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+
+    p.step(Orders(preempted=["a"], stale=["a", "n", "new"], offers=[offer("new", TOKENS, transfer="v")]))
+    chunks = [Chunk("a", TOKENS, 0, tuple(MINE)), Chunk("n", TOKENS, 0, (8, 9, 10, 11))]
+    p.step(Orders(chunks=chunks), {"a": (range(4), MINE), "n": (range(4), [8, 9, 10, 11])})
+    d.until_received("b")
+    d.until_received("c")
+
+    assert d.results[0].failed == {"b"}
+    d.assert_holds("c", [5, 6, 8, 10], as_of="n")
+    p.step(Orders(finished=["a", "n"]))
+    p.until_sent("a")
+    p.until_sent("n")
+
+
 _DECODER = """
 import sys, types
 from crossrail.integrations.instance import Instance

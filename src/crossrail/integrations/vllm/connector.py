@@ -232,6 +232,10 @@ class CrossrailConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finished(request)
 
+    def reset_cache(self) -> bool | None:
+        self._in_scheduler.reset_cache()
+        return True
+
     def has_pending_push_work(self) -> bool:
         return self._in_scheduler.has_pending_work
 

@@ -63,6 +63,7 @@ class Orders:
     """One step's. idle: it computes nothing.
 
     Producer: offers before chunks. preempted: blocks of these offers are taken back now, and what was computed is lost.
+    stale: what was computed of these, and perhaps sent, must not be mixed with what is computed from now on.
     finished: computed to the end; to be held until fetched, or until the lease ends. dropped: nobody is to get it; its
     blocks are held until nothing reads them. Both are reported as finished_sending, once.
     Consumer: wanted, then load, or release when it will not be loaded; cancel ends a load. Each load is reported as
@@ -73,6 +74,7 @@ class Orders:
     offers: list[Offer] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     wanted: list[Wanted] = field(default_factory=list)

@@ -36,6 +36,7 @@ from crossrail.kv.transfer.sender import Step
 log = logging.getLogger("crossrail.vllm")
 
 _TICK_S = 0.5
+_STALE = "vLLM's cache was reset at the producer when a part of the prompt had been sent"
 _UNSEEN_MAX = 4096  # transfers that decoders ask for and that were not shown to us yet
 _REMEMBERED = 4096  # asks and transfers that have ended, for those who ask again
 
@@ -196,8 +197,9 @@ class Producer:
                 offer.computed = max(offer.computed, chunk.end)
                 self._send_late(offer)
 
-    async def preempt(self, requests: list[str]) -> None:
-        """Returns when no write reads the blocks of these offers, and forgets the blocks. What was sent stays sent.
+    async def preempt(self, requests: list[str], stale: list[str]) -> None:
+        """Returns when no write reads the blocks of these offers, and forgets the blocks. What was sent stays sent;
+        decoders that have got a part of what is stale get no more.
 
         A frozen decoder that holds a write up for quiesce_s is given up, with all that it fetches from here.
         Raises WaitTimeout when even that ends no write for as long again: the blocks must not be used.
@@ -217,6 +219,9 @@ class Producer:
             log.info("transfer %s: its request was preempted at %d tokens", offer.transfer_id, offer.computed)
             offer.computed = 0
             offer.pages[:] = NOT_YET
+        begun = [self._offers[request] for request in stale if request in self._offers]
+        jobs = [ask.job for offer in begun for ask in offer.asks.values() if ask.job is not None and ask.sent]
+        await asyncio.gather(*(job.cancel(_STALE) for job in jobs))
 
     async def _stirring(self, asks: list[_Ask]) -> list[_Ask]:
         """Those of them whose writes are still in flight after quiesce_s."""

@@ -110,6 +110,7 @@ class SchedulerSide:
         self._tp = 0
         self._loads_in_steps = False
         self._orders = Orders()
+        self._was_reset = False  # the cache, since the last step
         self._offered: dict[str, _Offered] = {}
         self._first_choices: Latest[tuple[str, float], _Offered] = Latest(_REMEMBERED)
         self._other_choices: dict[str, _Offered] = {}  # by request, what the first of its kind has offered
@@ -266,6 +267,10 @@ class SchedulerSide:
 
     # ---- a step
 
+    def reset_cache(self) -> None:
+        """What was computed so far may be of other weights. Prompts that have been preempted are begun anew."""
+        self._was_reset = True
+
     def step(self, scheduled: Any) -> Orders:
         """This step's orders, from vLLM's SchedulerOutput."""
         orders, self._orders = self._orders, Orders()
@@ -278,6 +283,9 @@ class SchedulerSide:
                 self._offered[request].blocks = self._offered[request].said = 0
             if request in self._offered or request in self._held:  # it may have been aborted right after
                 orders.preempted.append(request)
+        if self._was_reset:
+            orders.stale = [request for request, offered in self._offered.items() if not offered.blocks]
+            self._was_reset = False
         for new in scheduled.scheduled_new_reqs:
             self._chunk(scheduled, new.req_id, new.num_computed_tokens, new.block_ids, True, orders)
         cached = scheduled.scheduled_cached_reqs

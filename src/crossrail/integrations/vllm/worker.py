@@ -152,10 +152,11 @@ class WorkerSide:
 
     def preempted(self, orders: Orders) -> None:
         """Before blocks of these requests are used for others: returns when nothing reads them."""
-        if orders.preempted:
+        if orders.preempted or orders.stale:
             if self._sending is not None:
                 self._sending.drain(self._options.quiesce_s)
-            self._call(self._producer.preempt(orders.preempted), timeout_s=_PATIENCE_S + 2 * self._options.quiesce_s)
+            preempt = self._producer.preempt(orders.preempted, orders.stale)
+            self._call(preempt, timeout_s=_PATIENCE_S + 2 * self._options.quiesce_s)
 
     def begin_step(self, orders: Orders) -> None:
         """Before the forward pass."""
