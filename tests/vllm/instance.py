@@ -1,7 +1,8 @@
 """A vLLM instance in a process of its own, driven by lines of JSON: python -m tests.vllm.instance '{...}'.
 
 Arguments: of vLLM's engine. Lines in: {"add": id, "prompt": [tokens], "max_tokens": n, "params": kv_transfer_params},
-{"abort": id}, {"quit": 1}, {"call": id, "method": of all workers, "arguments": {...}}, {"reset": id} (prefix cache).
+{"abort": id}, {"quit": 1}, {"call": id, "method": of all workers, "arguments": {...}}, {"reset": id, "running":
+whether running requests are computed again} (prefix cache).
 Lines out: {"ready": 1}, then {"id", "tokens", "finish", "params"} for each that ends, {"id", "error"} for calls.
 """
 
@@ -83,10 +84,11 @@ def called(engine: Any, line: dict[str, Any]) -> dict[str, Any]:
     """error: empty when it went well."""
     try:
         if "reset" in line:
-            return {"id": line["reset"], "error": "" if engine.reset_prefix_cache() else "requests are under way"}
+            is_reset = engine.reset_prefix_cache(line["running"], reset_connector=line["running"])
+            return {"id": line["reset"], "error": "" if is_reset else "requests are under way"}
         engine.collective_rpc(line["method"], kwargs=line["arguments"])
     except Exception as error:
-        return {"id": line["call"], "error": f"{type(error).__name__}: {error}"}
+        return {"id": line.get("call") or line["reset"], "error": f"{type(error).__name__}: {error}"}
     return {"id": line["call"], "error": ""}
 
 

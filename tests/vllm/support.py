@@ -110,8 +110,9 @@ class Instance:
         self._send({"call": request, "method": method, "arguments": arguments})
         self._check(request)
 
-    def reset_prefix_cache(self, request: str) -> None:
-        self._send({"reset": request})
+    def reset_prefix_cache(self, request: str, *, running: bool = False) -> None:
+        """running: what runs is computed again."""
+        self._send({"reset": request, "running": running})
         self._check(request)
 
     def _check(self, request: str) -> None:

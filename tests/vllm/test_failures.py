@@ -1,5 +1,6 @@
 """What goes wrong costs the request that it happens to, or time; never tokens, and never another request."""
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -124,6 +125,22 @@ def test_preempted_at_the_producer(alone: Instance, d: Instance, start: Start) -
         assert answers[name]["tokens"] == alone.ask(name, tokens)["tokens"]
         assert tight.answer(name)["finish"] == "length"
     assert "was preempted" in tight.text()
+
+
+def test_a_cache_that_is_reset_in_the_middle_of_a_prompt(alone: Instance, p: Instance, r: Instance) -> None:
+    """Weights may be others from then on: what came before is not mixed with what comes after."""
+    prompts = (prompt(1400 + i, 500) for i in range(60))
+    for i, tokens in enumerate(prompts):
+        name = next(_names)
+        both_at_once(p, r, name, tokens)
+        time.sleep(0.01 * (i % 12))
+        with contextlib.suppress(RuntimeError):  # it holds the prompt already
+            p.reset_prefix_cache(f"{name} reset", running=True)
+        assert r.answer(name)["tokens"] == alone.ask(name, tokens)["tokens"]
+        assert p.answer(name)["finish"] == "length"
+        if "cache was reset at the producer when a part of the prompt had been sent" in r.text():
+            return
+    raise AssertionError("it was never reset in the middle of one")
 
 
 def test_other_block_size_is_refused_not_decoded(alone: Instance, p: Instance, start: Start) -> None:
