@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.support.tiny_llama import make_window_model, prompt
-from tests.vllm.conftest import QUICK, Start
+from tests.vllm.conftest import Start
 from tests.vllm.test_tokens import DECODE
 
 WINDOW = 64
@@ -12,8 +12,8 @@ WINDOW = 64
 def test_a_window_that_slides(folder: Path, start: Start) -> None:
     """The producer has few blocks, so those that a window has left are others' at once."""
     model = make_window_model(folder / "window", WINDOW)
-    p = start("window-p", "kv_producer", model=model, options=QUICK, num_gpu_blocks_override=40)
-    d = start("window-d", "kv_consumer", model=model, options=QUICK, num_gpu_blocks_override=160)
+    p = start("window-p", "kv_producer", model=model, num_gpu_blocks_override=40)
+    d = start("window-d", "kv_consumer", model=model, num_gpu_blocks_override=160)
     p.wait_ready()
     d.wait_ready()
     prompts = {f"window-{i}": prompt(3000 + i, 300) for i in range(10)}
@@ -32,8 +32,8 @@ def test_a_window_that_slides(folder: Path, start: Start) -> None:
 def test_windows_that_begin_at_the_end_of_a_block(folder: Path, start: Start) -> None:
     """vLLM computes the last token again, and it looks at a block that is given away by then."""
     model = make_window_model(folder / "window", WINDOW)
-    p = start("window-end-p", "kv_producer", model=model, options=QUICK)
-    d = start("window-end-d", "kv_consumer", model=model, options=QUICK)
+    p = start("window-end-p", "kv_producer", model=model)
+    d = start("window-end-d", "kv_consumer", model=model)
     p.wait_ready()
     d.wait_ready()
     for length in (318, 319, 320):  # 319 - 64 + 1 is 8 blocks
@@ -46,7 +46,7 @@ def test_windows_that_begin_at_the_end_of_a_block(folder: Path, start: Start) ->
 
 def test_a_load_that_fails_is_computed_with_all_of_its_window(folder: Path, start: Start) -> None:
     model = make_window_model(folder / "window", WINDOW)
-    both = start("window-recomputes", "kv_both", model=model, options=QUICK, policy="recompute").wait_ready()
+    both = start("window-recomputes", "kv_both", model=model, policy="recompute").wait_ready()
     for i in range(8):
         tokens = prompt(3300 + i, 200)
         computed = both.ask(f"{i}", tokens, params={"do_remote_prefill": True})
@@ -57,7 +57,7 @@ def test_a_load_that_fails_is_computed_with_all_of_its_window(folder: Path, star
 
 def test_a_load_that_fails_does_not_fail_others_that_have_left_blocks_behind(folder: Path, start: Start) -> None:
     model = make_window_model(folder / "window", WINDOW)
-    both = start("window-both", "kv_both", model=model, options=QUICK).wait_ready()
+    both = start("window-both", "kv_both", model=model).wait_ready()
     both.add("runs", prompt(3100, 200), 300)
 
     malformed = both.ask("fails", prompt(3101, 200), params={"do_remote_prefill": True})
