@@ -12,7 +12,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.integrations.instance import Worker, mismatch, model_digest
-from crossrail.integrations.vllm.caches import PACKINGS, Window, kind_of, lengths_of, read_caches, window_of
+from crossrail.integrations.vllm.caches import PACKINGS, Window, kind_of, lengths_of, read_caches, scales_of, window_of
 from crossrail.kv import KvLayout, RankMemory
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
@@ -171,6 +171,17 @@ def test_addresses_are_registered_as_a_gpus(gpu: FakeGpu, open_engine: EngineFac
     caches = read_caches(layers(pool.address), kv_heads=4, tp=2, kind="JOINT")
     memory = RankMemory.register(open_engine(), caches.layout, caches.buffers)
     assert [region.device for region in memory.regions] == ["cuda:1"]
+
+
+def test_float8_of_other_scales_is_another_cache() -> None:
+    text, scaled = {"hidden_size": 8}, {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+    assert scales_of(2, text, scaled) == scales_of(2, text) == {}
+    assert (
+        scales_of(1, text)
+        == scales_of(1, {"quantization_config": {"kv_cache_scheme": None}})
+        == {"cache scales": "none"}
+    )
+    assert scales_of(1, text, scaled) == scales_of(1, scaled) != scales_of(1, text)
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 128, "short_factor": [1.0]}

@@ -112,6 +112,27 @@ def model_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def cache_scheme(*configs: Mapping[str, Any]) -> str:
+    """Names what the quantization in configs of a model and its parts says of the KV cache. Empty: nothing."""
+    scheme = ""
+    for config in configs:
+        said = config.get("quantization_config") or config.get("compression_config") or {}
+        if of_cache := _cache_entries(said):
+            scheme = model_digest(of_cache)
+    return scheme
+
+
+def _cache_entries(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Also in parts of it."""
+    found: dict[str, Any] = {}
+    for name, value in quantization.items():
+        if "kv_cache" in name and value:
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found |= _cache_entries(value)
+    return found
+
+
 def fingerprint(worker: Worker) -> str:
     """Equal for workers whose KV can be exchanged without conversion: for logs, 16 hexadecimal digits."""
     said = msgspec.json.encode([sorted(worker.layout.items()), sorted(worker.form.items())])

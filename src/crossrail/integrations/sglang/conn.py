@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving, process_model_config
 
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.integrations.instance import model_digest
+from crossrail.integrations.instance import cache_scheme, model_digest
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
 from crossrail.integrations.sglang.front import hook_front
@@ -161,7 +161,7 @@ def own_server() -> OwnServer:
 
 def _model(server_args: Any) -> Model:
     """Raises UsageError for files of scales, and of quantization, that cannot be read."""
-    config, scales, scheme = process_model_config(), "", ""
+    config, scales = process_model_config(), ""
     if path := getattr(server_args, "quantization_param_path", None):
         try:
             scales = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
@@ -169,9 +169,7 @@ def _model(server_args: Any) -> Model:
             raise UsageError(f"--quantization-param-path={path}: {error}") from None
     entries = config.hf_text_config.to_dict()
     digest = model_digest({name: value for name, value in entries.items() if _KV_DEPENDS_ON.search(name)})
-    for said in (_modelopt_config(config), entries, config.hf_config.to_dict()):  # the last: of more parts than text
-        if of_cache := _cache_entries(said.get("quantization_config") or said.get("compression_config") or {}):
-            scheme = model_digest(of_cache)
+    scheme = cache_scheme(_modelopt_config(config), entries, config.hf_config.to_dict())  # the last: not of text alone
     return Model(digest, str(config.dtype).removeprefix("torch."), scales, scheme)
 
 
@@ -193,17 +191,6 @@ def _modelopt_config(config: Any) -> dict[str, Any]:
         return {"quantization_config": msgspec.json.decode(path.read_bytes(), type=dict[str, Any])}
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def _cache_entries(quantization: dict[str, Any]) -> dict[str, Any]:
-    """What a config of quantized weights says of the KV cache, also in parts of it."""
-    found: dict[str, Any] = {}
-    for name, value in quantization.items():
-        if "kv_cache" in name and value:
-            found[name] = value
-        elif isinstance(value, dict):
-            found |= _cache_entries(value)
-    return found
 
 
 class CrossrailKVManager(BaseKVManager):

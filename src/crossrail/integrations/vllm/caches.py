@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from crossrail.errors import UsageError
-from crossrail.integrations.instance import model_digest
+from crossrail.integrations.instance import cache_scheme, model_digest
 from crossrail.kv import KvLayout
 from crossrail.kv.transfer.layout import Kind, Order
 
@@ -199,8 +199,16 @@ def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
         "cache dtype": str(cache.cache_dtype),
         "model": model_digest(text),
         "layer names": hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16],
+        **scales_of(spec.dtype.itemsize, text, model.hf_config.to_dict()),
         **lengths_of(text, model.max_model_len),
     }
+
+
+def scales_of(element_bytes: int, *configs: Mapping[str, Any]) -> dict[str, str]:
+    """What the numbers in the cache are multiples of. Only float8 has scales, which come with the weights. configs: of
+    the model and its parts: one that is not text alone has its quantization outside of the text's.
+    """
+    return {"cache scales": cache_scheme(*configs) or "none"} if element_bytes == 1 else {}
 
 
 def lengths_of(text: Mapping[str, Any], tokens_max: int) -> dict[str, str]:
