@@ -34,6 +34,25 @@ def test_choices_that_replicas_of_a_producer_hold_are_let_go_by_who_fetches_one(
     assert orders.releases == [one.request for one in let_go]
 
 
+def test_a_replica_that_a_decoder_did_not_know_lets_go_when_it_does() -> None:
+    instances = [Instance(f"p_dp{i}", [Worker(b"address %d" % i, LAYOUT.to_wire(), {})]) for i in (0, 1)]
+    stranger, decoder = Instance("q_dp1", [Worker(b"stranger", LAYOUT.to_wire(), {})]), side()
+    for transfer in ("r", "again"):
+        params = PREFILL | {"transfer_id": transfer, "crossrail_choices": True}
+        decoder.new_request(Request(f"0_{transfer}", params | {"crossrail_instance": instances[0].to_line(SECRET)}))
+    assert not decoder.step(scheduled()).releases
+
+    for i, other in enumerate((stranger, instances[1], instances[1])):
+        params = PREFILL | {"transfer_id": "again", "crossrail_instance": other.to_line(SECRET)}
+        decoder.new_request(Request(f"later {i}", params))
+
+    orders = decoder.step(scheduled())
+    assert orders.releases == ["0_r at p_dp1"], "what is asked for there again is not let go"
+    assert [(one.transfer_id, one.instance) for one in orders.wanted if one.request in orders.releases] == [
+        ("r", instances[1])
+    ]
+
+
 def test_a_request_with_one_choice_is_let_go_nowhere_else() -> None:
     instances = [Instance(f"p_dp{i}", [Worker(b"address %d" % i, LAYOUT.to_wire(), {})]) for i in (0, 1)]
     replica, decoder = side(engine_id="p_dp0"), side()

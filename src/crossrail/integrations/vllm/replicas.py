@@ -21,10 +21,12 @@ class Replicas:
     def __init__(self) -> None:
         self._seen: Latest[str, Instance] = Latest(_REMEMBERED)
 
-    def see(self, instance: Instance) -> None:
-        """The latest of a name is the one that runs."""
+    def see(self, instance: Instance) -> bool:
+        """The latest of a name is the one that runs. Whether it has not been seen before."""
+        is_new = self._seen.get(instance.name) != instance
         self._seen[instance.name] = instance
         self._seen.move_to_end(instance.name)
+        return is_new
 
     def others(self, instance: Instance) -> list[Instance]:
         """Of the same server."""

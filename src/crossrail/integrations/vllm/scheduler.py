@@ -34,6 +34,7 @@ log = logging.getLogger("crossrail.vllm")
 COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 _CHOICE = re.compile(r"(\d+)_(.+)", re.DOTALL)  # how vLLM names what it makes of a request with n > 1
 _REMEMBERED = 4096  # requests with n > 1
+_CHOICES = 64  # of those, the latest that replicas hear of that were not known
 
 
 class Request(Protocol):
@@ -118,6 +119,7 @@ class SchedulerSide:
         self._wanted: dict[str, _Wanted] = {}
         self._fetches = Fetches()
         self._replicas = Replicas()
+        self._fetched_choices: Latest[str, Wanted] = Latest(_CHOICES)  # by transfer, from one of several replicas
 
     def instance_known(self, instance: Instance) -> str:
         """The workers are up. Returns the line that describes them to others."""
@@ -149,12 +151,15 @@ class SchedulerSide:
         except UsageError as error:
             self._refuse(request, str(error))
             return
-        self._replicas.see(instance)
         wanted = Wanted(request.request_id, parameters.transfer_id, instance)
+        if self._replicas.see(instance):
+            self._let_go_at(wanted)
         if self._fetches.begin(wanted, self._prompt_of(request), self._may_fetch(request.request_id)):
             self._want(wanted)
             if parameters.crossrail_choices:
-                self._let_others_go(wanted)
+                self._fetched_choices[wanted.transfer_id] = wanted
+                for replica in self._replicas.others(instance):
+                    self._let_go(wanted, replica)
 
     def _prompt_of(self, request: Request) -> bytes:
         return prompt_of(request, self._hasher, self._adapters.digest_of(request.lora_request))
@@ -168,14 +173,20 @@ class SchedulerSide:
         self._wanted[wanted.request] = _Wanted(wanted)
         self._orders.wanted.append(wanted)
 
-    def _let_others_go(self, wanted: Wanted) -> None:
-        """The producer's other replicas hold the same prompt, for choices of its own, and learn from nobody else that
-        it is fetched here. One that we have not heard of yet holds it until its lease ends.
+    def _let_go(self, wanted: Wanted, replica: Instance) -> None:
+        """A producer's other replicas hold the same prompt, for choices of its own, and learn from nobody else that it
+        is fetched here.
         """
-        for replica in self._replicas.others(wanted.instance):
-            name = f"{wanted.request} at {replica.name}"
-            self._orders.wanted.append(Wanted(name, wanted.transfer_id, replica))
-            self._orders.releases.append(name)
+        name = f"{wanted.request} at {replica.name}"
+        self._orders.wanted.append(Wanted(name, wanted.transfer_id, replica))
+        self._orders.releases.append(name)
+
+    def _let_go_at(self, first: Wanted) -> None:
+        """A replica is first heard of: it still holds, until its lease ends, what was fetched from others before."""
+        for wanted in self._fetched_choices.values():
+            others = {replica.name for replica in self._replicas.others(wanted.instance)}
+            if first.instance.name in others and wanted.transfer_id != first.transfer_id:
+                self._let_go(wanted, first.instance)
 
     def _offer(self, request: Request, parameters: Parameters) -> None:
         if not self._produces:
