@@ -26,8 +26,9 @@ void Guard::check(WaitResult result) const {
     case WaitResult::kClosed:
       throw EngineClosedError(std::string("the engine was closed during ") + what_);
     case WaitResult::kTimeout:
-      throw TransportError(what_, ETIMEDOUT, "did not end within " + std::to_string(timeout_s_) + " s",
-                           "look whether the other process still runs");
+      throw TransportError(
+          what_, ETIMEDOUT, "did not end within " + std::to_string(timeout_s_) + " s",
+          "look whether the other process still runs; over a slow link give it longer (bench run --timeout-s)");
   }
 }
 
