@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import crossrail as xr
-from crossrail.cli.doctor import command, parse_target
+from crossrail.cli.doctor import command
 from crossrail.errors import UsageError
 from tests.support.limits import PROGRAM_S
 
@@ -99,29 +99,11 @@ def test_wrong_usage_is_exit_code_2() -> None:
     assert "there are crossrail, libraries" in run.stderr and "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("node7", ("node7", 7311)),
-        ("node7.example.com:9000", ("node7.example.com", 9000)),
-        ("10.0.0.1:80", ("10.0.0.1", 80)),
-        ("fd00::2", ("fd00::2", 7311)),
-        ("[fd00::2]", ("fd00::2", 7311)),
-        ("[fd00::2]:99", ("fd00::2", 99)),
-        ("[fe80::1%eth0]:99", ("fe80::1%eth0", 99)),
-        ("fe80::1%eth0", ("fe80::1%eth0", 7311)),
-    ],
-)
-def test_targets(text: str, expected: tuple[str, int]) -> None:
-    assert parse_target(text) == expected
+def test_peer_that_is_no_place_is_refused_by_the_name_of_its_option() -> None:
+    run = doctor("--peer", "[::1")
 
-
-@pytest.mark.parametrize(
-    "text", ["", "a b", "host:", "host:0", "host:65536", "[::1", ":80", "a:b:c", "[host]:80", "host:\u0661"]
-)
-def test_what_is_no_target(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_target(text)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: --peer '[::1' is not HOST, HOST:PORT or [IPV6]:PORT")
 
 
 def test_listen_and_peer_of_two_processes() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import ipaddress
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +17,7 @@ from crossrail.cli.background import background_console
 from crossrail.cli.console import in_one_piece, open_console
 from crossrail.cli.json_output import is_alone, json_option, write_json
 from crossrail.cli.option_types import FloatRange
+from crossrail.cli.places import parse_place
 from crossrail.doctor.host import Host
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.listen import Listener
@@ -67,32 +66,6 @@ def _topics(only: tuple[str, ...]) -> list[str]:
     return names
 
 
-def parse_target(text: str) -> tuple[str, int]:
-    """HOST, HOST:PORT, an IPv6 address, or [IPV6]:PORT."""
-    port = str(wire.PORT)
-    if match := re.fullmatch(r"\[(.*)\](?::(\d{1,9}))?", text):
-        host, port = match[1], match[2] or port
-    elif text.count(":") > 1:
-        host = text
-    else:
-        host, colon, after = text.partition(":")
-        port = after if colon else port
-    if ("[" in text or ":" in host) and not _is_ipv6(host):
-        raise UsageError(f"--peer {text!r}: {host!r} is not an IPv6 address")
-    if not host or re.search(r"[\s\[\]]", host) or not port.isascii() or not port.isdecimal():
-        raise UsageError(f"--peer {text!r} is not HOST, HOST:PORT or [IPV6]:PORT")
-    if not 1 <= int(port) <= _PORT_MAX:
-        raise UsageError(f"--peer {text}: port {port} is outside 1..{_PORT_MAX}")
-    return host, int(port)
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.IPv6Address(text).version == 6
-    except ValueError:
-        return False
-
-
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Shows what is being done, on a terminal, and removes it afterwards."""
@@ -125,7 +98,10 @@ def _print_report(report: Report, *, json_path: Path | None, strict: bool) -> No
 
 
 def _measure(target: str, seconds: float, *, json_path: Path | None, strict: bool) -> int:
-    name, port = parse_target(target)
+    try:
+        name, port = parse_place(target, default_port=wire.PORT)
+    except UsageError as error:
+        raise UsageError(f"--peer {error}") from None
     host, version = Host(), _version()
     with _progress(is_alone(json_path)) as say:
         matrix = measure(

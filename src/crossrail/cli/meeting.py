@@ -20,10 +20,10 @@ import struct
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import crossrail as xr
 from crossrail._options import SECRET_VARIABLE
+from crossrail.cli.places import parse_place
 from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, UsageError
 
@@ -186,14 +186,10 @@ def split_url(url: str) -> tuple[str, int, str]:
     """`tcp://HOST[:PORT]/DST` -> (host, port, dst). DST is taken literally. UsageError if it is malformed."""
     authority, _, dst = url.removeprefix(SCHEME).partition("/")
     try:
-        parts = urlsplit(SCHEME + authority)
-        port = DEFAULT_PORT if parts.port is None else parts.port
-    except ValueError as error:
-        raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST: {error}") from None
-    # urlsplit leaves out line ends and tabs, and what stands behind "?" and "#".
-    if not parts.hostname or parts.username is not None or parts.netloc != authority or not 1 <= port <= 65535:
-        raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST")
-    return parts.hostname, port, dst
+        host, port = parse_place(authority, default_port=DEFAULT_PORT)
+    except UsageError as error:
+        raise UsageError(f"{url} is not a URL like {SCHEME}HOST:PORT/DST: {error}") from None
+    return host, port, dst
 
 
 def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:

@@ -14,6 +14,7 @@ from crossrail.cli.kv.common import (
     tell,
     until_ended_or_refused,
 )
+from crossrail.cli.places import parse_place
 from crossrail.cli.service import name_of_host
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd.membership import EtcdRoster
@@ -24,18 +25,18 @@ from crossrail.kv.model import Tokenizer
 from crossrail.kv.router.router import Router, RouterOptions
 
 _DEFAULTS = RouterOptions()
-_PORT_MAX = 65535
 
 
 def router(listen: str, tokenizer: str, **options: Any) -> None:
     """The command; commands.py has its options and its help."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > _PORT_MAX:
-        raise UsageError(f"--listen {listen!r} must be HOST:PORT, the port at most {_PORT_MAX}")
+    try:
+        host, port = parse_place(listen, port_min=0, needs_host=False)
+    except UsageError as error:
+        raise UsageError(f"--listen {error}") from None
     check_name(options["name"], "--name")
     with ends_when_told():
         its_tokenizer = open_tokenizer(tokenizer)
-    event_loop.run(_serve(host.strip("[]"), int(port), its_tokenizer, options))
+    event_loop.run(_serve(host, port, its_tokenizer, options))
 
 
 async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dict[str, Any]) -> None:

@@ -1,54 +1,39 @@
-"""Parses HOST:PORT on the command line and defines where the two sides meet."""
+"""Where the two sides of a measurement meet."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
 import threading
-from urllib.parse import urlsplit
 
 import click
 
 import crossrail as xr
 from crossrail.cli.meeting import SCHEME, Kind, Meeting
-from crossrail.errors import CrossrailError
+from crossrail.cli.places import parse_place
+from crossrail.errors import CrossrailError, UsageError
 
 DEFAULT_PORT = 7320
 BENCH = Kind(b"XRMB", "crossrail bench serve", "crossrail bench serve --bind :{port}")
 _START_S = 10.0
-_HOST = re.compile(r"[A-Za-z0-9._:%-]*")
-
-
-def place(text: str, *, port_min: int, needs_host: bool = False) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT`, `[IPv6]:PORT`; unless it needs a host, also `:PORT`, whose host is empty."""
-    try:
-        parts = urlsplit(SCHEME + text.removeprefix(SCHEME))
-        port = DEFAULT_PORT if parts.port is None else parts.port
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not HOST:PORT: {error}") from None
-    rest = parts.query or parts.fragment or parts.path not in ("", "/")
-    if rest or parts.username is not None or _HOST.fullmatch(parts.hostname or "") is None:
-        raise click.BadParameter(f"{text!r} is not HOST:PORT")
-    if not port_min <= port <= 65535:
-        raise click.BadParameter(f"{text!r}: the port must be {port_min} to 65535")
-    host = parts.hostname or ""
-    if host.isdecimal():  # which the C library would take for an address, 80 for 0.0.0.80
-        ways = f"HOST:{host}" if needs_host else f":{host} or HOST:{host}"
-        raise click.BadParameter(f"{text!r} is a number: for a port, write {ways}")
-    if needs_host and not host:
-        raise click.BadParameter(f"{text!r} names no host: write HOST:{port}")
-    return host, port
 
 
 def bind_place(text: str) -> tuple[str, int]:
     """The type of --bind. Port 0: any. An empty host: all addresses."""
-    return place(text, port_min=0)
+    return _place(text, port_min=0, needs_host=False)
 
 
 def target_place(text: str) -> tuple[str, int]:
     """The type of HOST:PORT."""
-    return place(text, port_min=1, needs_host=True)
+    return _place(text, port_min=1, needs_host=True)
+
+
+def _place(text: str, *, port_min: int, needs_host: bool) -> tuple[str, int]:
+    authority = text.removeprefix(SCHEME).removesuffix("/")
+    try:
+        return parse_place(authority, default_port=DEFAULT_PORT, port_min=port_min, needs_host=needs_host)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def is_loopback(host: str) -> bool:
