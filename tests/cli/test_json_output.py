@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from crossrail.cli.main import main
-from tests.cli.test_commands import crossrail, succeeded
+from tests.cli.test_commands import COMMAND, crossrail, succeeded
+from tests.support.limits import PROGRAM_S
 
 # With what people would see.
 COMMANDS = {
@@ -60,6 +63,44 @@ def test_with_a_file_all_is_shown_too(name: str, tmp_path: Path) -> None:
     assert shown in run([*arguments, "--json", str(file)]).stdout
 
     assert json.loads(file.read_text())
+
+
+# A benchmark prints a line for each figure: it ends with the reader of those, and keeps what it has.
+READ_LINE_BY_LINE = {
+    "sim": ["sim", "--scenario", "pair", "--seed", "1", "--jobs", "1"],
+    "bench moe": ["bench", "moe", "--kernels", "--quick", "--runs", "1", "--shape", "decode", "--ranks", "2"],
+}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *READ_LINE_BY_LINE])
+def test_file_is_saved_though_the_reader_of_the_output_goes_away(name: str, tmp_path: Path) -> None:
+    """As with `| head -1`."""
+    arguments = READ_LINE_BY_LINE.get(name) or COMMANDS[name][0]
+    file, errors = tmp_path / "out.json", tmp_path / "errors"
+
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            [*COMMAND, *arguments, "--json", file], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+        ) as process,
+    ):
+        assert process.stdout and os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        process.wait(PROGRAM_S)
+
+    assert json.loads(file.read_text())
+    assert "Traceback" not in errors.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SILENT])
+def test_what_was_found_is_shown_though_the_file_cannot_be_written(name: str) -> None:
+    arguments, shown = COMMANDS[name]
+
+    result = CliRunner().invoke(main, [*arguments, "--json", "/dev/full"])
+
+    assert result.exit_code == 1
+    assert shown in result.stdout
+    assert "/dev/full: No space left on device" in result.stderr
 
 
 def test_option_behind_it_is_no_file() -> None:

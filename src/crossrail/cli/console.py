@@ -17,6 +17,12 @@ _DUMB_COLUMNS = 80
 _DUMB_LINES = 25  # which nobody asks for: what is below the screen cannot be redrawn
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Without this rich ends the program by SystemExit, past all who save what was found so far."""
+        raise  # the BrokenPipeError: rich calls this as it handles one
+
+
 def open_console(
     *, stderr: bool = False, quiet: bool = False, file: IO[str] | None = None, pipe_columns: int = _PIPE_COLUMNS
 ) -> Console:
@@ -27,7 +33,7 @@ def open_console(
     shells without a terminal set it.
     """
     environment = {name: value for name, value in os.environ.items() if not _says_nothing(name, value)}
-    console = Console(stderr=stderr, quiet=quiet, file=file, emoji=False, highlight=False, _environ=environment)
+    console = _Console(stderr=stderr, quiet=quiet, file=file, emoji=False, highlight=False, _environ=environment)
     if not console.is_terminal and "COLUMNS" not in environment:
         console.width = pipe_columns
     elif console.is_dumb_terminal:

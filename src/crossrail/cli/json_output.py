@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,17 @@ def json_option(what: str) -> Callable[[_Command], _Command]:
 def is_alone(json_path: Path | None) -> bool:
     """Whether the JSON is all that belongs to standard output. What people are told then goes to standard error."""
     return json_path == _STANDARD_OUTPUT
+
+
+@contextmanager
+def saved_first(json_path: Path | None, content: Any) -> Iterator[None]:
+    """write_json(), and then what the block shows: a reader that takes one line of it, as `| head -1`, costs nobody the
+    file. Where the file cannot be written, the block runs all the same: what took long to find is at least seen.
+    """
+    try:
+        write_json(json_path, content)
+    finally:
+        yield
 
 
 def write_json(json_path: Path | None, content: Any) -> None:

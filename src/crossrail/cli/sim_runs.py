@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from crossrail.cli.console import count_progress, open_console, text_column
+from crossrail.cli.console import count_progress, in_one_piece, open_console, text_column
 from crossrail.cli.json_output import is_alone, write_json
 from crossrail.cli.sim_players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
@@ -58,6 +58,21 @@ def _play_all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Outcom
 
 
 # --- what people see ---
+
+
+@in_one_piece()  # the files of --trace and --log are still to be written
+def _tell(outcomes: Sequence[Outcome], seeds: str) -> None:
+    console = open_console()
+    console.print(Fitted(_table(outcomes)))
+    for name, runs in _by_scenario(outcomes):
+        if figures := _figures(runs):
+            click.echo(f"{name}: {'; '.join(figures)}{'' if len(runs) == 1 else ' (medians)'}")
+    click.echo(f"{format_count(sum(outcome.checks for outcome in outcomes), 'check')}, {seeds}")
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    for outcome in failed[:_REPLAYS_TOLD_MAX]:
+        _tell_failure(outcome, console, in_full=len(failed) == 1)
+    if len(failed) > _REPLAYS_TOLD_MAX:
+        click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
@@ -179,17 +194,7 @@ def run(
     failed = [outcome for outcome in outcomes if not outcome.ok]
     write_json(json_path, _to_json(outcomes))
     if not is_alone(json_path):
-        console = open_console()
-        console.print(Fitted(_table(outcomes)))
-        for name, of_one in _by_scenario(outcomes):
-            if figures := _figures(of_one):
-                click.echo(f"{name}: {'; '.join(figures)}{'' if runs == 1 else ' (medians)'}")
-        checks = format_count(sum(outcome.checks for outcome in outcomes), "check")
-        click.echo(f"{checks}, {_seeds_text(first, runs)}")
-        for outcome in failed[:_REPLAYS_TOLD_MAX]:
-            _tell_failure(outcome, console, in_full=len(failed) == 1)
-        if len(failed) > _REPLAYS_TOLD_MAX:
-            click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
+        _tell(outcomes, _seeds_text(first, runs))
     if trace is not None or log is not None:  # last: a run that crashed may do so again
         try:
             _write_pictures(outcomes, trace, log)

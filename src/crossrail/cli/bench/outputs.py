@@ -59,31 +59,40 @@ class Outputs:
         except (Exception, KeyboardInterrupt) as error:
             had = [result for result in results if result.samples]
             if had:
-                why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-                console.print(f"only a part was measured: {why}", style="yellow", markup=False)
-                console.print(Fitted(make_table(had, console.width)))
-                self._write(had, settings, busy, console, why)
+                self._hand_out(had, to_json(had, settings, busy, _why(error)), console)
             raise
-        console.print(Fitted(make_table(results, console.width)))
-        comparison = self._write(results, settings, busy, console)
+        comparison = self._hand_out(results, to_json(results, settings, busy), console)
         if comparison is not None:
             fail_if_slower(comparison, self.fail_slower)
 
-    def _write(
-        self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console, only_part: str = ""
-    ) -> Comparison | None:
-        """The JSON first: what fails later has not lost the figures."""
-        content = to_json(results, settings, busy, only_part)
-        write_json(self.json_path, content)
+    def _hand_out(self, results: list[Result], content: dict[str, Any], console: Console) -> Comparison | None:
+        """The files first, JSON before pictures, and then what is shown: a reader that goes away costs no figures.
+
+        Where a file cannot be written, the table is shown all the same.
+        """
+        only_part = content["only_part"] or ""
         run = Saved(
             "this run", results, content["machine"], content["settings"], content["command"], content["date"],
             content["version"], only_part,
         )  # fmt: skip
         comparison = None if self.old is None else compare(self.old, run)
-        if comparison is not None:
-            show(comparison, console)
-        if self.plot_path is not None and not write_plot(self.plot_path, results):
-            click.echo(f"warning: --plot {self.plot_path}: nothing that can be drawn was measured", err=True)
-        if self.html_path is not None:
-            write_page(self.html_path, run, comparison)
+        try:
+            write_json(self.json_path, content)
+            if self.plot_path is not None and not write_plot(self.plot_path, results):
+                click.echo(f"warning: --plot {self.plot_path}: nothing that can be drawn was measured", err=True)
+            if self.html_path is not None:
+                write_page(self.html_path, run, comparison)
+        finally:
+            if only_part:
+                console.print(f"only a part was measured: {only_part}", style="yellow", markup=False)
+            console.print(Fitted(make_table(results, console.width)))
+            if comparison is not None:
+                show(comparison, console)
         return comparison
+
+
+def _why(error: BaseException) -> str:
+    """Why not all was measured, in words for the report."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return "the reader of its output went away" if isinstance(error, BrokenPipeError) else str(error)

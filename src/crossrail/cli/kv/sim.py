@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from crossrail.cli.console import open_console
-from crossrail.cli.json_output import is_alone, write_json
+from crossrail.cli.json_output import is_alone, saved_first
 from crossrail.cli.kv.published import ROWS
 from crossrail.cli.kv.simulate import FITTED, WAYS, layer_ms
 from crossrail.cli.tables import Fitted
@@ -27,5 +27,5 @@ def sim(layers: int, seed: int, json_path: Path | None) -> None:
         cells = (f"{row.pages:,}", f"{row.transfer_ms:.3f}", *(f"{took_ms:.3f}" for took_ms in simulated.values()))
         table.add_row(f"{tokens:,}", *cells, f"{simulated[FITTED.name] / row.transfer_ms:.3f}")
         found.append({"tokens": tokens, "pages": row.pages, "published_ms": row.transfer_ms, "simulated_ms": simulated})
-    write_json(json_path, {"format": _FORMAT, "seed": seed, "layers": layers, "results": found})
-    open_console(stderr=is_alone(json_path)).print(Fitted(table))
+    with saved_first(json_path, {"format": _FORMAT, "seed": seed, "layers": layers, "results": found}):
+        open_console(stderr=is_alone(json_path)).print(Fitted(table))

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from crossrail.cli.console import open_console
-from crossrail.cli.json_output import is_alone, write_json
+from crossrail.cli.json_output import is_alone, saved_first
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
 from crossrail.cli.tables import Fitted
@@ -29,8 +29,9 @@ def sim(
     json_path: Path | None,
 ) -> None:
     """The command; commands.py has its options and its help."""
-    console = open_console(stderr=is_alone(json_path))
+    progress = open_console(stderr=True)
     found: list[dict[str, Any]] = []
+    tables = []
     shapes = tuple(TOKENS) if shape == "both" else (shape,)
     clusters = tuple(CLUSTERS) if cluster == "both" else (cluster,)
     total = len(shapes) * len(clusters) * len(ranks or _RANKS)
@@ -40,16 +41,19 @@ def sim(
             for count in ranks or _RANKS:
                 setting = Setting(CLUSTERS[name], count, TOKENS[one], rounds, private_tokens, node_sums, seed)
                 step = f"{len(found) + 1} of {total}: {one}, {name}, {count} ranks"
-                if not console.is_terminal:
-                    console.print(step)
-                with console.status(step):
+                if not progress.is_terminal:
+                    progress.print(step)
+                with progress.status(step):
                     outcome = simulate(setting)
                 figure = FIGURES[one][name].get(count)
                 _add(table, name, count, outcome, figure)
                 found.append(_record(setting, one, name, outcome, figure))
             table.add_section()
-        console.print(Fitted(table))
-    write_json(json_path, {"format": _FORMAT, "seed": seed, "results": found})
+        tables.append(table)
+    with saved_first(json_path, {"format": _FORMAT, "seed": seed, "results": found}):
+        console = open_console(stderr=is_alone(json_path))
+        for table in tables:
+            console.print(Fitted(table))
 
 
 def _table(title: str) -> Table:

@@ -26,7 +26,7 @@ from rich.table import Table
 from crossrail._text import plain
 from crossrail.cli import event_loop
 from crossrail.cli.console import open_console
-from crossrail.cli.json_output import is_alone, write_json
+from crossrail.cli.json_output import is_alone, saved_first
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.checkpoint_engine import CheckpointEngineFleet
@@ -109,10 +109,12 @@ def bench(
         else:
             console.print("checkpoint-engine: left out, it is not installed")
     measured = event_loop.run(_measure(player, targets, rounds, rivals, console))
-    _show(measured, model, console)
-    if small_writes:
-        measured.append(_small(small_writes, player, console))
-    write_json(json_path, {row.title: {"unit": row.unit, "values": row.values} for row in measured})
+    small = _small(small_writes, player, console) if small_writes else None
+    rows = measured if small is None else [*measured, small]
+    with saved_first(json_path, {row.title: {"unit": row.unit, "values": row.values} for row in rows}):
+        _show(measured, model, console)
+        if small is not None:
+            console.print(f"{small.title}: {small.values[0]:.1f} {small.unit}")
 
 
 def _small(writes: int, player: Player, console: Console) -> _Row:
@@ -120,7 +122,6 @@ def _small(writes: int, player: Player, console: Console) -> _Row:
     kind, params = ("fp8", max(writes // 2, 1)) if player.kind == "fp8" else ("direct", writes)
     with console.status(f"{writes:,} writes of 1 KiB", refresh_per_second=2):
         row.values.append(event_loop.run(measure_small(kind, params, _SMALL_ROUNDS, player.transport)).loop_us)
-    console.print(f"{row.title}: {row.values[0]:.1f} {row.unit}")
     return row
 
 

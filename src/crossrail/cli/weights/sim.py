@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 from crossrail._text import plain
 from crossrail.cli.bench.plot import check_plot
 from crossrail.cli.console import open_console
-from crossrail.cli.json_output import is_alone, write_json
+from crossrail.cli.json_output import is_alone, saved_first
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, naming
 from crossrail.cli.weights import drawing
@@ -48,32 +49,43 @@ def sim(
         straggler=straggler, slow_link=slow_link, seed=seed,
     )  # fmt: skip
     case = Case(model, sizes, WAYS[way], setting)
-    console = open_console(stderr=is_alone(json_path))
-    content = _one(console, case, image) if sweep is None else _swept(console, case, *sweep_of(sweep), image)
-    write_json(json_path, {"format": _FORMAT, "seed": seed, "model": model, **content})
+    shown = (
+        _one(open_console(stderr=True), case, image)
+        if sweep is None
+        else _swept(open_console(stderr=True), case, *sweep_of(sweep), image)
+    )
+    with saved_first(json_path, {"format": _FORMAT, "seed": seed, "model": model, **shown.content}):
+        console = open_console(stderr=is_alone(json_path))
+        console.print(Fitted(shown.table))
+        if image is not None:
+            console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
 
 
-def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:
+class _Shown(NamedTuple):
+    """The same figures for programs and for people."""
+
+    content: dict[str, object]
+    table: Table
+
+
+def _one(progress: Console, case: Case, image: Path | None) -> _Shown:
     cluster = cluster_of(case.model, **case.sizes)
     title = f"{case.model}, {cluster.trainers} trainers to {cluster.targets} targets"
-    console.print(title)
-    with console.status("planning") as status:
-        outcomes = case.run(status.update)
-    _print(console, outcomes)
+    with progress.status(f"{title}: planning") as status:
+        outcomes = case.run(lambda text: status.update(f"{title}: {text}"))
     if image is not None:
         with naming(image):
             drawing.timeline(outcomes, title, image)
-        console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
-    return {"outcomes": {name: as_json(outcome) for name, outcome in outcomes.items()}}
+    return _Shown({"outcomes": {name: as_json(one) for name, one in outcomes.items()}}, _table(title, outcomes))
 
 
-def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], image: Path | None) -> dict[str, object]:
+def _swept(progress: Console, case: Case, name: str, values: tuple[float, ...], image: Path | None) -> _Shown:
     table = Table(name, "way", "update", "bound", "", "times", box=box.SIMPLE_HEAD, title=f"{case.model}, {name}")
     for column in (table.columns[0], table.columns[2], table.columns[3], table.columns[5]):
         column.justify = "right"
     points: list[tuple[float, dict[str, Outcome]]] = []
     refused: dict[str, str] = {}
-    with console.status("") as status:
+    with progress.status("") as status:
         for value in values:
             shown = f"{value:,g}"
             try:
@@ -86,20 +98,18 @@ def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], i
             for way, one in outcomes.items():
                 bound = f"{one.bounds[one.bound] * 1e3:,.0f} ms"
                 table.add_row(shown, way, f"{one.total_s * 1e3:,.0f} ms", bound, one.bound, f"{one.over_bound:.2f}")
-    console.print(Fitted(table))
     if image is not None:
         with naming(image):
             drawing.sweep(points, f"{case.model}: one update", name, image)
-        console.print(f"drawn to {plain(str(image))}", markup=False, soft_wrap=True)
     found = [
         {"value": value, "outcomes": {way: as_json(outcome) for way, outcome in outcomes.items()}}
         for value, outcomes in points
     ]
-    return {"sweep": name, "points": found, "refused": refused}
+    return _Shown({"sweep": name, "points": found, "refused": refused}, table)
 
 
-def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
-    table = Table("", *outcomes, box=box.SIMPLE_HEAD)
+def _table(title: str, outcomes: dict[str, Outcome]) -> Table:
+    table = Table("", *outcomes, title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
 
@@ -118,4 +128,4 @@ def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
     table.add_section()
     add("bound", *(one.bound for one in found))
     add("times the bound", *(f"{one.over_bound:.2f}" for one in found))
-    console.print(Fitted(table))
+    return table

@@ -153,9 +153,9 @@ def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -
         console.print(f"{shape.name}, {count} ranks: {error}", style="red", markup=False, soft_wrap=True)
         for result in results:
             result.error = str(error)
+    yield from results
     for result in results:
         console.print(report.one_line(result), markup=False, soft_wrap=True)
-        yield result
 
 
 def _measure_posting(runs: int, rounds: int, console: Console) -> Iterator[Result]:
@@ -165,16 +165,16 @@ def _measure_posting(runs: int, rounds: int, console: Console) -> Iterator[Resul
     os.sched_setaffinity(0, (allowed - {cpu}) or allowed)
     try:
         for result in measure_posting(cpu, runs, rounds):
-            console.print(report.one_line(result), markup=False, soft_wrap=True)
             yield result
+            console.print(report.one_line(result), markup=False, soft_wrap=True)
     finally:
         os.sched_setaffinity(0, allowed)
 
 
 def _measure_kernels(shape: MoeShape, count: int, options: _Options, console: Console) -> Iterator[Result]:
     for result in measure_kernels(shape, count, options.runs, options.rounds[shape.name]):
-        console.print(report.one_line(result), markup=False, soft_wrap=True)
         yield result
+        console.print(report.one_line(result), markup=False, soft_wrap=True)
 
 
 def _our_line(shape: MoeShape, count: int, step: str, bound: float | None) -> Line:

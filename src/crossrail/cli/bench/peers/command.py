@@ -17,7 +17,7 @@ from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
 from crossrail.cli.bench.report import warn_if_busy
 from crossrail.cli.console import open_console
-from crossrail.cli.json_output import is_alone, json_option, write_json
+from crossrail.cli.json_output import is_alone, json_option, saved_first
 from crossrail.cli.memory import check_memory
 from crossrail.cli.option_types import FloatRange, IntRange, OutputFile, cpu_pair, size
 from crossrail.cli.tables import Fitted
@@ -94,14 +94,13 @@ def peers(
     try:
         take_turns(outcomes, settings, work, runs, partial(_tell, console))
     finally:  # also what was measured before Ctrl-C: a run is long
-        for figures in report.all_figures(work):
-            console.print(Fitted(figures.table(outcomes)))
-        console.print(Fitted(report.about(outcomes)))
-        if markdown_path is not None:
-            report.write_markdown(markdown_path, outcomes, work)
-        if json_path is not None:
-            described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
-            write_json(json_path, report.to_json(outcomes, described, busy))
+        described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
+        with saved_first(json_path, report.to_json(outcomes, described, busy)):
+            if markdown_path is not None:
+                report.write_markdown(markdown_path, outcomes, work)
+            for figures in report.all_figures(work):
+                console.print(Fitted(figures.table(outcomes)))
+            console.print(Fitted(report.about(outcomes)))
     if any(outcome.failures and outcome.offer.name.startswith("crossrail") for outcome in outcomes):
         raise click.exceptions.Exit(1)
 
