@@ -116,7 +116,6 @@ class ChannelWriter {
   Entry& next() {
     Entry& entry = channel_->entries[position_ % kRingEntries];
     entry.status.store(0, std::memory_order_relaxed);
-    entry.has_imm = 0;
     return entry;
   }
 

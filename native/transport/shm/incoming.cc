@@ -84,8 +84,7 @@ uint32_t ShmTransport::drain_services(Incoming& link) {
       status = Status::kTransportFailed;
     } else {
       const auto* begin = reinterpret_cast<const uint8_t*>(block);
-      const std::vector<uint8_t> payload(begin,
-                                         begin + bytes);  // one copy: the peer may change its memory while we look
+      const std::vector<uint8_t> payload(begin, begin + bytes);  // the peer may change its memory while we look
       sink_->on_service(link.peer, payload);
     }
     link.services.pop(code(status));
@@ -131,7 +130,6 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
 
 Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, const Entry& entry) {
   const auto work = copy_of_shared(entry.work);
-  const bool has_imm = entry.has_imm != 0;
   const uint64_t table_bytes = uint64_t{work.pieces} * sizeof(StagedPiece);
   const std::byte* block = reader.block(work.stage_at, work.stage_bytes);
   if (block == nullptr || work.pieces == 0 || work.pieces > kStagedPiecesMax || table_bytes > work.stage_bytes ||
@@ -147,10 +145,10 @@ Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, 
   } else if (!allows(target->access, Access::kRemoteWrite)) {
     status = Status::kAccessDenied;
   } else {
-    status = place(link, *target, block, work.stage_bytes, work.pieces, work.reserved != 0);
+    status = place(link, *target, block, work.stage_bytes, work.pieces, work.is_bulk != 0);
   }
   regions_.executing.store(0, std::memory_order_release);  // our copies are finished before close() sees this
-  if (status == Status::kDone && has_imm) sink_->on_imm(work.wire_imm & kImmMax, work.units);
+  if (status == Status::kDone && work.units > 0) sink_->on_imm(work.imm & kImmMax, work.units);
   return status;
 }
 
@@ -224,16 +222,16 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
   inflight_slot(queue).stage_head = writer.stage_head();
   Entry& response = writer.next();
   response.kind = EntryKind::kReadResponse;
-  response.has_imm = code(status);
+  response.outcome = code(status);
   response.work = {.region_id = 0,
                    .offset = 0,
                    .stage_at = stage_at,
                    .stage_bytes = work.stage_bytes,
                    .pieces = 0,
-                   .wire_imm = 0,
+                   .imm = 0,
                    .units = 0,
                    .tag = work.tag,
-                   .reserved = 0};
+                   .is_bulk = 0};
   writer.publish(response);
   return true;
 }

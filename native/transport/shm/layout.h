@@ -15,7 +15,7 @@ namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;       // "XRRS"
 inline constexpr uint32_t kOpenRegionsMagic = 0x4f525258;  // "XRRO"
-inline constexpr uint32_t kLayoutVersion = 6;
+inline constexpr uint32_t kLayoutVersion = 7;
 inline constexpr size_t kLine = 64;
 inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id has this bit
 
@@ -91,7 +91,7 @@ struct alignas(kLine) Entry {
   // producer changes 0 into kEntryWithdrawn: the first compare-exchange wins. The consumer then leaves kEntryTaken, or
   // a Status if it failed.
   std::atomic<uint8_t> status;
-  uint8_t has_imm;
+  uint8_t outcome;  // kReadResponse: 0, or a Status if it failed
   union {
     ImmPair imms[kImmPairsMax];
     struct {
@@ -100,10 +100,10 @@ struct alignas(kLine) Entry {
       uint64_t stage_at;     // kStagedWrite, kMessage, kReadResponse: offset into the staging ring
       uint32_t stage_bytes;  // table and data (staged write), payload (message, response), length (read request)
       uint32_t pieces;       // entries of the table at the start of a staged write
-      uint32_t wire_imm;     // staged write with has_imm: counted after the bytes are in place
-      uint32_t units;        // how many units the immediate counts
+      uint32_t imm;          // staged write: counted after the bytes are in place,
+      uint32_t units;        // by so many units; 0: nothing is counted
       uint32_t tag;          // read request and response
-      uint32_t reserved;
+      uint32_t is_bulk;      // staged write: 1 if its bytes should not stay in the caches
     } work;
   };
 };

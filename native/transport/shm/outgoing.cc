@@ -340,10 +340,10 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
                   .stage_at = stage_at,
                   .stage_bytes = static_cast<uint32_t>(request.length_bytes),
                   .pieces = 0,
-                  .wire_imm = 0,
+                  .imm = 0,
                   .units = 0,
                   .tag = 0,
-                  .reserved = 0};
+                  .is_bulk = 0};
     writer.publish(entry);
     if (link.outstanding++ == 0) link.moved_ns = now_ns();
     ++accepted;

@@ -162,16 +162,15 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
   if (failed) entry.status.store(kEntryWithdrawn, std::memory_order_relaxed);  // published with the entry
-  entry.has_imm = chunk.units > 0 ? 1 : 0;
   entry.work = {.region_id = import.region_id,
                 .offset = 0,
                 .stage_at = stage_at,
                 .stage_bytes = static_cast<uint32_t>(chunk.table_bytes() + chunk.data_bytes),
                 .pieces = chunk.pieces,
-                .wire_imm = imm_of_wire(first.wire_imm),
+                .imm = imm_of_wire(first.wire_imm),
                 .units = chunk.units,
                 .tag = 0,
-                .reserved = first.bulk ? 1u : 0u};
+                .is_bulk = first.bulk ? 1u : 0u};
   rail.writer.publish(entry);
   if (chunk.finished == 0) {
     rail.pending.front().done_bytes += chunk.data_bytes;
@@ -211,10 +210,10 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
                   .stage_at = 0,
                   .stage_bytes = static_cast<uint32_t>(bytes),
                   .pieces = 0,
-                  .wire_imm = 0,
+                  .imm = 0,
                   .units = 0,
                   .tag = tag,
-                  .reserved = 0};
+                  .is_bulk = 0};
     rail.writer.publish(entry);
     head.done_bytes += bytes;
     import.bytes_moved += bytes;
@@ -282,7 +281,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
     const Entry* const entry = link.responses.peek();
     if (entry == nullptr) break;
     const auto work = copy_of_shared(entry->work);
-    const uint8_t status = copy_of_shared(entry->has_imm);  // a response carries its status here
+    const uint8_t status = copy_of_shared(entry->outcome);
     ReadChunk& chunk = link.read_chunks[work.tag % kReadChunks];
     if (entry->kind == EntryKind::kReadResponse && chunk.tag == work.tag && chunk.read != nullptr) {
       StagedRead& read = *std::exchange(chunk.read, nullptr);

@@ -22,8 +22,7 @@ void ShmTransport::report_withdrawn(Outgoing& link, void* context, uint32_t tag,
 // immediate and must be withdrawn first, so that a target that is faster than us does not count what it did not get.
 void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   withdraw_pending(link, rail, wanted);
-  InFlight
-      ending{};  // slot of the last chunk that was withdrawn, until its earlier chunks are out of the target's hands
+  InFlight ending{};  // the last chunk that was withdrawn, until its earlier chunks are out of the target's hands
   const auto settle = [&] {
     if (ending.retires == 0) return;
     link.outstanding -= ending.retires;
