@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <string>
-#include <type_traits>
 
 #include "util/errors.h"
 
@@ -14,27 +13,24 @@ namespace {
 template <typename Index>
 uint64_t convert_indices(const void* data, uint64_t count, const char* name, uint32_t* out) {
   const auto* indices = static_cast<const Index*>(data);
+  // A negative one becomes larger than all that fit.
+  const auto fits = [](Index index) { return static_cast<uint64_t>(index) <= std::numeric_limits<uint32_t>::max(); };
   // Copy first, then check the copy: the caller's array may change under us.
-  bool fits = true;
+  bool all_fit = true;
   uint32_t largest = 0;
   for (uint64_t i = 0; i < count; ++i) {
     const Index index = indices[i];
-    if constexpr (sizeof(Index) == 8) fits &= static_cast<uint64_t>(index) <= std::numeric_limits<uint32_t>::max();
-    if constexpr (std::is_signed_v<Index>) fits &= index >= 0;
+    all_fit &= fits(index);
     out[i] = static_cast<uint32_t>(index);
     largest = std::max(largest, out[i]);
   }
-  if (!fits) {
-    for (uint64_t i = 0; i < count; ++i) {
-      const Index index = indices[i];
-      bool bad = static_cast<uint64_t>(index) > std::numeric_limits<uint32_t>::max();
-      if constexpr (std::is_signed_v<Index>) bad |= index < 0;
-      if (bad)
-        throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
-    }
-    throw UsageError(std::string(name) + " changed while it was read");
+  if (all_fit) return largest;
+  for (uint64_t i = 0; i < count; ++i) {
+    const Index index = indices[i];
+    if (!fits(index))
+      throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
   }
-  return largest;
+  throw UsageError(std::string(name) + " changed while it was read");
 }
 
 }  // namespace
