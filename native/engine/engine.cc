@@ -263,10 +263,7 @@ Ref<ImmCounter> Engine::imm_counter(uint32_t imm) {
   core_->check_usable();
   if (imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
   Ref<ImmCounter> counter = core_->imms_.find_or_add(this, imm);
-  if (!counter) {
-    throw UsageError("imm_counters_max = " + text(options().imm_counters_max) +
-                     " counters exist already: release some, or raise it");
-  }
+  if (!counter) core_->imms_.throw_full();
   return counter;
 }
 

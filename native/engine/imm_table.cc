@@ -16,6 +16,11 @@ Ref<ImmCounter> ImmTable::find_or_add(Engine* engine, uint32_t imm) {
   return add(engine, imm);
 }
 
+void ImmTable::throw_full() const {
+  throw UsageError("imm_counters_max = " + std::to_string(capacity_) +
+                   " counters exist already: release some, or raise it");
+}
+
 // With the lock held, for a number without a counter.
 Ref<ImmCounter> ImmTable::add(Engine* engine, uint32_t imm) {
   auto counter = Ref<ImmCounter>::adopt(new ImmCounter(Ref<Engine>::share(engine), imm));
@@ -43,10 +48,7 @@ uint32_t ImmTable::draw() {
 // Drawn and given its counter under one lock: nothing can arrive in between and pass for a count of the new owner's.
 Ref<ImmCounter> ImmTable::allocate(Engine* engine) {
   std::lock_guard lock(lock_);
-  if (counters_.size() >= capacity_) {
-    throw UsageError("imm_counters_max = " + std::to_string(capacity_) +
-                     " counters exist already: release some, or raise it");
-  }
+  if (counters_.size() >= capacity_) throw_full();
   return add(engine, draw());
 }
 

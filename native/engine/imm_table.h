@@ -24,7 +24,9 @@ class ImmTable {
 
   // Null when the table is full.
   Ref<ImmCounter> find_or_add(Engine* engine, uint32_t imm);
-  // A number from the upper half that has no counter.
+  // UsageError: the table is full.
+  [[noreturn]] void throw_full() const;
+  // A number from the upper half that has no counter. Throws when the table is full, or all numbers are in use.
   Ref<ImmCounter> allocate(Engine* engine);
   // Throws UsageError if counts of it are visibly still expected; forced, drops them instead.
   void release(uint32_t imm, bool force);
