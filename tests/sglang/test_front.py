@@ -16,7 +16,7 @@ from crossrail.errors import UsageError
 from crossrail.integrations.sglang import bootstrap, front, halves, hooks
 from crossrail.integrations.sglang.prefill import PrefillSide
 from tests.sglang.conftest import Open
-from tests.sglang.side import BOOTSTRAPPING, FAILED, SECRET, WAITING, Side, ask, failure, finish, until
+from tests.sglang.side import FAILED, SECRET, WAITING, Side, ask, failure, finish, until
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.ports import free_port
 
@@ -290,11 +290,12 @@ async def test_a_prefiller_does_not_wait_for_a_half_that_no_decode_server_has(
 
     await ended(lost)
     assert "no decode server has the other half of the request" in failure(lost).failure_reason
-    assert has.poll() == BOOTSTRAPPING
+    assert list(server._server._halves._held) == [1]
 
     await under_way.aclose()  # as its server's end does
     await ended(has)
-    assert not front._Decode._held
+    assert "no decode server has the other half of the request" in failure(has).failure_reason
+    assert not any(front._Decode._held.values())
 
 
 async def ended(sender: Any) -> None:
