@@ -90,7 +90,7 @@ async def ping_awaiting(side: Side, rounds: int) -> int:
 
 
 async def ping_sparsely(side: Side, rounds: int, *, blocking: bool) -> list[int]:
-    """First side of a ping-pong with a pause before each round, in which everybody falls asleep. Nanoseconds of each."""
+    """First side of a ping-pong with a pause before each round, in which all fall asleep. Nanoseconds of each."""
     took_ns: list[int] = []
     for _ in range(rounds):
         await asyncio.sleep(_PAUSE_S)
