@@ -50,17 +50,14 @@ class EngineCore::Visit {
     if (std::exchange(is_aside_, false) && !holding_) holding_ = core_.try_enter_open();
     if (std::exchange(holding_, false)) core_.leave();
   }
-  // Lets other threads have this core, and the worker drive, and leaves the bells off: we come back. As
-  // Patience::yield().
+  // Lets other threads have this core, and leaves the bells off: we come back, and are still counted as a guest, as a
+  // worker on this core would drive in our place otherwise, and have to wake us. As Patience::yield().
   bool yield() {
     if (std::exchange(holding_, false)) {
       core_.progress_lock_.unlock();
       is_aside_ = true;
     }
-    if (assists_) core_.guests_.fetch_sub(1, std::memory_order_relaxed);
-    const bool lost_core = core_.guests_patience_.yield(&core_.moves_);
-    if (assists_) core_.guests_.fetch_add(1, std::memory_order_relaxed);
-    return lost_core;
+    return core_.guests_patience_.yield(&core_.moves_);
   }
   // As the holder. Returns whether anything moved.
   bool drive() {
