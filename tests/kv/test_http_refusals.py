@@ -69,7 +69,7 @@ async def test_router_without_a_tokenizer_takes_token_ids_alone(
         ({"presence_penalty": 0.5}, "`presence_penalty` = 0.5 is not supported, only 0"),
         ({"tools": []}, "unknown field `tools`"),
         ({"stop": ""}, "length >= 1 - at `$.stop`"),
-        ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
+        ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, and 300 is not"),
         ({"prompt": "x" * 700}, "take 88 pages"),
         ({"prompt": "x" * 500, "max_tokens": 200}, "take 88 pages, node 'd0' has 64"),
         ({"prompt": ["a", "b"]}, "`prompt` has 2 entries, not all of them token ids: a list of prompts may"),

@@ -118,5 +118,6 @@ def check_model(model: Model) -> None:
 
 def check_vocabulary(tokens: Tokens, vocabulary: int) -> None:
     """UsageError unless all are in 0..vocabulary - 1."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocabulary:
-        raise UsageError(f"tokens must be in 0..{vocabulary - 1}, not {tokens.min()}..{tokens.max()}")
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if outside.size:
+        raise UsageError(f"tokens must be in 0..{vocabulary - 1}, and {outside[0]} is not")

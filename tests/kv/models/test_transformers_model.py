@@ -138,7 +138,7 @@ def test_name_tells_weights_apart(open_model: OpenModel) -> None:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([257], "tokens must be in 0..256, not 257..257"),
+        ([257], "tokens must be in 0..256, and 257 is not"),
         ([1] * 32760, r"32760 \+ 10 tokens, .* has positions for 32768"),
     ],
     ids=["vocabulary", "positions"],
