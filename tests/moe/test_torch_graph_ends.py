@@ -100,7 +100,7 @@ def test_a_refused_call_is_told_to_ranks_of_both_kinds_and_the_round_goes_on_onc
         if rank == 0:
             x, scales, indices, weights = arguments
             with pytest.raises(UsageError, match="indices has shape"):
-                part.dispatch(x, scales, indices[1:], weights)
+                part.dispatch(x, scales, indices[:, 1:], weights)
         else:
             with pytest.raises(PeerFailed, match=told_of("dispatch", "indices has ")) as caught:
                 part.dispatch(*arguments)
