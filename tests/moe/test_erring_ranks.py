@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll, PeerFailed, Round
+from crossrail.moe import AllToAll, EngineGroup, PeerFailed, Round
 from crossrail.moe.outcome import Outcome
+from tests.conftest import EngineFactory
 from tests.moe.batches import draw
-from tests.moe.ranks import Ranks
+from tests.moe.ranks import Ranks, run_ranks
 from tests.moe.test_faults import TCP
 from tests.support.limits import NEVER_S, WAIT_S, eventually
 
@@ -513,3 +514,50 @@ def test_ranks_of_one_dp_group_may_have_the_experts_of_a_token_in_another_order(
         sums = ranks.each(run)
     np.testing.assert_array_equal(sums[0], sums[1])
     np.testing.assert_array_equal(sums[2], sums[3])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_arguments_refused_on_one_rank_are_told_to_those_that_wait_for_it(wire: str, nothing_leaks: None) -> None:
+    engine, node_size = WIRES[wire]
+    options = SIZES | {"node_size": node_size, "timeout_s": LONG_S}
+    engines = [xr.Engine(f"rank-{rank}", **engine) for rank in range(4)]
+    groups = [EngineGroup(one, [other.address for other in engines]) for one in engines]
+
+    def make(rank: int, **spoilt: Any) -> AllToAll:
+        return AllToAll(engines[rank], groups[rank], **options | spoilt)
+
+    try:
+        errors = run_ranks(4, lambda rank: error_of(lambda: make(rank, **{"top_k": 5} if rank == 2 else {})))
+        parts = run_ranks(4, make)
+        players = [Player(part, rank) for rank, part in enumerate(parts)]
+        run_ranks(4, lambda rank: play(players[rank]))
+        run_ranks(4, lambda rank: parts[rank].close())
+    finally:
+        for closing in (*groups, *engines):
+            closing.close()
+
+    told = re.escape(f"rank 2 ('rank-2') does not take part: UsageError: {errors[2]}")
+    for error in errors:
+        assert isinstance(error, xr.UsageError)
+    for rank in (0, 1, 3):
+        assert re.match(told, str(errors[rank])), errors[rank]
+
+
+def test_a_rank_that_refuses_and_then_knows_better_keeps_nobody_who_comes_later(open_engine: EngineFactory) -> None:
+    engines = [open_engine(name) for name in ("a", "b")]
+    groups = [EngineGroup(one, [other.address for other in engines]) for one in engines]
+    options = SIZES | {"timeout_s": LONG_S}
+
+    def make(rank: int) -> AllToAll:
+        if rank == 0:
+            with pytest.raises(xr.UsageError, match="top_k"):
+                AllToAll(engines[0], groups[0], **options | {"top_k": 5})
+            refused.set()
+        assert refused.wait(WAIT_S)
+        return AllToAll(engines[rank], groups[rank], **options)
+
+    refused = threading.Event()
+    parts = run_ranks(2, make)
+    run_ranks(2, lambda rank: parts[rank].close())
+    for group in groups:
+        group.close()

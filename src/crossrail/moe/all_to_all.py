@@ -19,7 +19,7 @@ from crossrail.moe.config import Config, check_proxy, name_of_dtype
 from crossrail.moe.countdown import Countdown
 from crossrail.moe.errors import PeerFailed, to_go_on_with
 from crossrail.moe.farewell import is_told
-from crossrail.moe.group import Group, check_ranks
+from crossrail.moe.group import Group, check_ranks, refusing_for_all
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.leaving import Leaving
 from crossrail.moe.links.board import PARITIES, RETURNED, SENT, Board, BoardLayout, output_arrays, output_bytes
@@ -122,16 +122,17 @@ class AllToAll(Leaving):
     ) -> None:
         self.timeout_s = timeout_s
         check_ranks(engine, group)
-        check_proxy(proxy, proxy_cpu)
         if is_gpu(device) and node_size is None:
             node_size = 1
-        self.config = Config(
-            world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
-            max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
-            out_dtype=name_of_dtype(out_dtype),
-            private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
-            capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
-        )  # fmt: skip
+        with refusing_for_all(group):
+            check_proxy(proxy, proxy_cpu)
+            self.config = Config(
+                world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
+                max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
+                out_dtype=name_of_dtype(out_dtype),
+                private_tokens=private_tokens, padding=padding, layout=layout, node_size=node_size, dp_size=dp_size,
+                capacity_factor=capacity_factor, on_lost=on_lost, node_sums=node_sums,
+            )  # fmt: skip
         self.rank = group.rank
         self._engine = engine
         self._masks = on_lost == "mask"

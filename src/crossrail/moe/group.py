@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import crossrail as xr
@@ -70,6 +70,19 @@ def check_ranks(engine: object, group: object) -> None:
     if missing := [name for name in ("rank", "size", "all_gather") if not hasattr(group, name)]:
         kind = type(group).__name__
         raise UsageError(f"group is {kind}, must be EngineGroup, TorchGroup or the like: it has no {missing[0]}")
+
+
+@contextlib.contextmanager
+def refusing_for_all(group: Group) -> Iterator[None]:
+    """Around the look at a rank's own arguments, before the ranks meet: of what is refused, those who wait for it are
+    told, so far as the group can do that without all of them.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(group, EngineGroup):
+            group.refuse(error)
+        raise
 
 
 class EngineGroup(Closing):
@@ -138,6 +151,18 @@ class EngineGroup(Closing):
         self._exchange += 1
         return gathered
 
+    def refuse(self, error: BaseException) -> None:
+        """Instead of the next exchange: those who wait for us there, or soon will, get a UsageError that says why we do
+        not come. Returns once they have been told, after half a second at most.
+        """
+        if self._pool.closed:
+            return
+        name = self._addresses[self.rank].name
+        why = f"rank {self.rank} ({name!r}) does not take part: {type(error).__name__}: {error}"
+        packet = Packet(Kind.FAILED, self._call, self.rank, 0, 1, Failed(self._own_stray, why).to_bytes()).to_bytes()
+        self._wait_told([self._engine.submit_send(self._addresses[rank], packet) for rank in self._others], _TELL_S)
+        self._start_over(self._number + 1)
+
     def close(self) -> None:
         """Stops receiving. Idempotent; before the engine."""
         if self._pool.closed:
@@ -151,6 +176,11 @@ class EngineGroup(Closing):
     @property
     def _call(self) -> Call:
         return Call(self._name, self._number, self._exchange)
+
+    @property
+    def _own_stray(self) -> Stray:
+        """We, as the cause of a failure."""
+        return Stray(self._ids[self.rank], self._call)
 
     def _gather(self, data: bytes, deadline_at_s: float, timeout_s: float) -> list[bytes]:
         self._send_all(given(self._call, self.rank, data))
@@ -305,11 +335,14 @@ class EngineGroup(Closing):
     def _tell_failed(self, strayed: int, stray: Stray, why: str, left_s: float) -> None:
         """The others of the group. Waits a little: a rank that waits takes it at once."""
         packet = Packet(Kind.FAILED, self._call, self.rank, 0, 1, Failed(stray, why).to_bytes()).to_bytes()
-        until_s = time.monotonic() + min(_TELL_S, max(left_s, 0.0))
         for rank in self._others:
             if rank != strayed:
                 self._tells.append(self._engine.submit_send(self._addresses[rank], packet))
-        for transfer in self._tells:
+        self._wait_told(self._tells, min(_TELL_S, max(left_s, 0.0)))
+
+    def _wait_told(self, tells: Sequence[xr.Transfer], timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        for transfer in tells:
             with contextlib.suppress(CrossrailError):  # it does not wait, or is gone: there is nobody to tell
                 transfer.wait(max(until_s - time.monotonic(), 0.0))
 

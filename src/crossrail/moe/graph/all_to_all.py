@@ -28,7 +28,7 @@ from crossrail.moe.graph.posting import PostingThread
 from crossrail.moe.graph.rounds import GraphDispatched, GraphRound
 from crossrail.moe.graph.steps import Steps
 from crossrail.moe.graph.tensors import Tensors
-from crossrail.moe.group import Group, check_ranks
+from crossrail.moe.group import Group, check_ranks, refusing_for_all
 from crossrail.moe.leaving import Leaving
 from crossrail.moe.links.board import Board, BoardLayout
 from crossrail.moe.peers import Peers
@@ -101,14 +101,15 @@ class GraphAllToAll(Leaving):
     ) -> None:
         check_seconds(timeout_s=timeout_s)
         check_ranks(engine, group)
-        check_proxy("thread", proxy_cpu)
-        self.config = config = Config(
-            world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
-            max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
-            out_dtype=name_of_dtype(out_dtype),
-            private_tokens=private_tokens, padding=padding, layout=layout, node_size=1, dp_size=dp_size,
-            capacity_factor=capacity_factor, on_lost="raise",
-        )  # fmt: skip
+        with refusing_for_all(group):
+            check_proxy("thread", proxy_cpu)
+            self.config = config = Config(
+                world=group.size, experts=experts, experts_per_rank=experts_per_rank, hidden=hidden, top_k=top_k,
+                max_tokens=max_tokens, dtype=name_of_dtype(dtype), scale_block=scale_block,
+                out_dtype=name_of_dtype(out_dtype),
+                private_tokens=private_tokens, padding=padding, layout=layout, node_size=1, dp_size=dp_size,
+                capacity_factor=capacity_factor, on_lost="raise",
+            )  # fmt: skip
         if private_tokens is None:  # costs no memory: a larger slot leaves a smaller remainder
             self.config = config = dataclasses.replace(config, private_tokens=config.routes_to_rank_max)
         self.rank = group.rank
