@@ -21,6 +21,7 @@ PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
         "_open_engines": {"_ending", "_ordered"},
         "_options": set(),
         "_ordered": set(),
+        "_parent": set(),
         "_raise": set(),
         "_simulation": {"_notify"},
         "_torch": {"_extras"},

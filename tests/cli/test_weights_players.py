@@ -1,8 +1,11 @@
 """Processes of a fleet, whatever moment it is ended in."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.process import run_script
+from tests.support.limits import WAIT_S, eventually
+from tests.support.process import run_script, start_script
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
@@ -36,3 +39,32 @@ def test_processes_that_are_just_being_started_end_with_the_others(turns: int) -
     )
 
     assert (script.returncode, script.stdout.split(), script.stderr) == (0, ["left:"], "")
+
+
+def test_a_process_ends_with_its_parent_also_in_the_middle_of_a_computation() -> None:
+    """By SIGTERM, as a scheduler ends a job: nobody closes anything."""
+    child = (
+        "import sys; from crossrail._parent import end_with_parent; end_with_parent(); print(1, flush=True)\nwhile 1: 1"
+    )
+    script = f"""
+        import subprocess, sys
+        command = [sys.executable, "-c", {child!r}]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
+            child.stdout.readline()
+            print(child.pid, flush=True)
+            child.wait()
+    """
+    with start_script(script) as parent:
+        assert parent.stdout is not None
+        status = Path(f"/proc/{int(parent.stdout.readline())}/status")
+        assert "State:\tZ" not in status.read_text()
+        parent.terminate()
+        parent.wait(WAIT_S)
+        eventually(lambda: _is_gone(status), "the child has ended")
+
+
+def _is_gone(status: Path) -> bool:
+    try:
+        return "State:\tZ" in status.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import heapq
 import mmap
@@ -21,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from crossrail._parent import end_with_parent
 from crossrail.campaign.books import Bytes
 from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
 from crossrail.campaign.child import PACKET_BYTES_MAX, Child
@@ -28,7 +28,6 @@ from crossrail.campaign.child import PACKET_BYTES_MAX, Child
 SLOT_BYTES = 4 << 20
 _SLOTS = 20
 _REPLY_LIMIT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ProcessGone(Exception):
@@ -239,7 +238,7 @@ def _be_child(control: socket.socket, slots: list[Bytes], child: Callable[[socke
     """Never returns."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
         gc.freeze()  # what was our parent's stays as it is
         child(control, slots).run()

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from crossrail._parent import end_with_parent
 from crossrail.errors import CrossrailError
 from crossrail.weights.toy import ToyModel, extent, rows
 
@@ -74,6 +75,7 @@ class GlooFleet:
 
 
 def _play(spec: dict[str, Any]) -> None:
+    end_with_parent()
     import torch
     import torch.distributed as dist
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import crossrail as xr
 from crossrail._options import SECRET_VARIABLE
+from crossrail._parent import end_with_parent
 from crossrail.cli.text import said_of
 from crossrail.cli.weights.common import opened_mailbox
 from crossrail.control.mailbox import Mailbox
@@ -36,6 +37,7 @@ def say(**words: Any) -> None:
 
 def main(play: Callable[[dict[str, Any], xr.Engine, Mailbox], Coroutine[Any, Any, None]]) -> None:
     """The main of such a process, whose argument is what is to be played, as JSON."""
+    end_with_parent()
     logging.getLogger("crossrail").setLevel(logging.ERROR)  # our parent says what became of a peer
     try:
         asyncio.run(_play(play, json.loads(sys.argv[1])))
