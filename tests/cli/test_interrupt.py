@@ -90,9 +90,11 @@ def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: P
             start_new_session=True,
         ) as process,
     ):
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         try:
-            is_at_work, _, _ = select.select([process.stdout, silent], [], [], PROGRAM_S)
+            # Simulations show nothing before they have saved all; they say on standard error how far they are.
+            first = [process.stdout, silent, *([process.stderr] if "sim" in command else [])]
+            is_at_work, _, _ = select.select(first, [], [], PROGRAM_S)
             assert is_at_work  # what it starts first is there, or importing
             os.killpg(process.pid, signal.SIGINT)
             _, errors = process.communicate(timeout=PROGRAM_S)
@@ -100,7 +102,7 @@ def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: P
             process.kill()
     is_service = command[0] == "kv" and command[1] in SERVICES
     assert process.returncode == (0 if is_service else 130), errors
-    notes = re.compile("|Ctrl-C ends it.|.*may measure.*|seed [0-9]+")
+    notes = re.compile("|Ctrl-C ends it.|.*may measure.*|seed [0-9]+|[0-9]+ of [0-9]+: .*|.* trainers to .* targets")
     said = [line for line in errors.splitlines() if not notes.fullmatch(line)]
     assert said == ([] if is_service else ["interrupted"])
 

@@ -183,9 +183,9 @@ def test_more_ranks_than_can_be_described() -> None:
 
 def test_port_alone_is_no_host() -> None:
     """The C library takes 80 for the address 0.0.0.80."""
-    assert "write :80 or HOST:80" in refused("bench", "serve", "--bind", "80")
-    assert "write HOST:80" in refused("bench", "run", "80")
-    assert "write HOST:80" in refused("bench", "run", ":80")
+    assert "write :PORT or HOST:PORT" in refused("bench", "serve", "--bind", "80")
+    assert "write HOST:PORT" in refused("bench", "run", "80")
+    assert "write HOST:PORT" in refused("bench", "run", ":80")
 
 
 def test_host_that_is_none_is_told_of_a_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,9 @@ class _Shown(NamedTuple):
 def _one(progress: Console, case: Case, image: Path | None) -> _Shown:
     cluster = cluster_of(case.model, **case.sizes)
     title = f"{case.model}, {cluster.trainers} trainers to {cluster.targets} targets"
-    with progress.status(f"{title}: planning") as status:
-        outcomes = case.run(lambda text: status.update(f"{title}: {text}"))
+    progress.print(title, markup=False, soft_wrap=True)
+    with progress.status("planning") as status:
+        outcomes = case.run(status.update)
     if image is not None:
         with naming(image):
             drawing.timeline(outcomes, title, image)
