@@ -81,7 +81,8 @@ def refusing_for_all(group: Group) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(group, EngineGroup):
-            group.refuse(error)
+            with contextlib.suppress(CrossrailError):  # the engine is closed, say: the first error is the one to raise
+                group.refuse(error)
         raise
 
 
@@ -159,7 +160,8 @@ class EngineGroup(Closing):
             return
         name = self._addresses[self.rank].name
         why = f"rank {self.rank} ({name!r}) does not take part: {type(error).__name__}: {error}"
-        packet = Packet(Kind.FAILED, self._call, self.rank, 0, 1, Failed(self._own_stray, why).to_bytes()).to_bytes()
+        failed = Failed(Stray(self._ids[self.rank], self._call), why)
+        packet = Packet(Kind.FAILED, self._call, self.rank, 0, 1, failed.to_bytes()).to_bytes()
         self._wait_told([self._engine.submit_send(self._addresses[rank], packet) for rank in self._others], _TELL_S)
         self._start_over(self._number + 1)
 
@@ -176,11 +178,6 @@ class EngineGroup(Closing):
     @property
     def _call(self) -> Call:
         return Call(self._name, self._number, self._exchange)
-
-    @property
-    def _own_stray(self) -> Stray:
-        """We, as the cause of a failure."""
-        return Stray(self._ids[self.rank], self._call)
 
     def _gather(self, data: bytes, deadline_at_s: float, timeout_s: float) -> list[bytes]:
         self._send_all(given(self._call, self.rank, data))
