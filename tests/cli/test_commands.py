@@ -307,12 +307,13 @@ def test_refused_push_is_one_line(tmp_path: Path) -> None:
 MEANWHILE = """
 import os, sys
 from pathlib import Path
-from crossrail.cli import main, push
-run = push.Pusher.run
+from crossrail.cli import main
+from crossrail.cli.files import pusher
+run = pusher.Pusher.run
 def change_and_run(*arguments, **options):
     DO
     return run(*arguments, **options)
-push.Pusher.run = change_and_run
+pusher.Pusher.run = change_and_run
 main.main()
 """
 

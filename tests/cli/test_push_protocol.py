@@ -24,13 +24,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 import crossrail as xr
-from crossrail.cli import push as push_module
-from crossrail.cli import rendezvous, source, wire
-from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
-from crossrail.cli.inbox import FileRefused, Inbox, PartFile
+from crossrail.cli import rendezvous, source
+from crossrail.cli.demo.plan import shuffled_pages, split_file, tail_places
+from crossrail.cli.files import pusher as pusher_module
+from crossrail.cli.files import wire
+from crossrail.cli.files.inbox import FileRefused, Inbox, PartFile
+from crossrail.cli.files.push import destination
+from crossrail.cli.files.pusher import Pusher
+from crossrail.cli.files.server import Limits, Server
 from crossrail.cli.main import main
-from crossrail.cli.push import Pusher, destination
-from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
 from crossrail.errors import CrossrailError, UsageError
 from tests.conftest import EngineFactory
@@ -431,7 +433,7 @@ def test_serve_that_gave_up_is_told_as_such(pusher: Pushing) -> None:
 
 
 def test_serve_that_is_silent_is_told_as_such(pusher: Pushing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_module, "_ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(pusher_module, "_ANSWER_TIMEOUT_S", 0.1)
     with pytest.raises(xr.CrossrailError, match=r"did not answer for 0\.1 s.*is stopped"):
         pusher[0]._next_message()
 
@@ -441,7 +443,7 @@ def test_of_a_serve_that_fell_silent_after_all_was_sent_nothing_is_claimed(
 ) -> None:
     push, _, theirs = pusher
     push._has_ended = True
-    monkeypatch.setattr(push_module, "_ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(pusher_module, "_ANSWER_TIMEOUT_S", 0.1)
     with pytest.raises(xr.CrossrailError, match=r"it is unknown whether the file was stored.*SHA-256, e3b0c44"):
         push._next_message()
     monkeypatch.undo()

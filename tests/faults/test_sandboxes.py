@@ -21,7 +21,7 @@ WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"'
 STORE = """
     import sys
     from pathlib import Path
-    from crossrail.cli.inbox import Inbox
+    from crossrail.cli.files.inbox import Inbox
 
     for force in (False, True):
         with Inbox(Path(sys.argv[1])) as inbox:

@@ -213,7 +213,7 @@ def test_slow_network_is_not_taken_for_silence(hosts: Hosts, tmp_path: Path, see
     hosts["a"].limit(0, 10)  # seven seconds for the file, which is one segment
     patience_s = 3
     patient = (
-        f"import crossrail.cli.push as push; push._ANSWER_TIMEOUT_S = {patience_s}; "
+        f"import crossrail.cli.files.pusher as pusher; pusher._ANSWER_TIMEOUT_S = {patience_s}; "
         "from crossrail.cli.main import main; main()"
     )
     with serving(hosts["b"], tmp_path / "inbox", "--listen", "--idle-timeout-s", patience_s) as served:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli.sim_players import Task, play_each
+from crossrail.cli.sim.players import Task, play_each
 from tests.cli.test_commands import COMMAND
 from tests.support.limits import PROGRAM_S
 from tests.support.process import REPOSITORY
@@ -71,7 +71,7 @@ def test_who_is_killed_takes_its_processes_along_and_they_say_nothing() -> None:
 START = """
 import multiprocessing, signal
 from pathlib import Path
-from crossrail.cli.sim_players import _Player
+from crossrail.cli.sim.players import _Player
 
 def deaf(pid):
     sets = dict(line.split(":\\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\\t" in line)

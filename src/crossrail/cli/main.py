@@ -29,12 +29,12 @@ _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 # The modules load rich, numpy and the like, so only the one that runs is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo:command", "Move a real file between two processes and check it."),
-    "serve": ("serve:command", "Receive files that `crossrail push` sends."),
-    "push": ("push:command", "Push a file to a `crossrail serve`."),
+    "demo": ("demo.command:command", "Move a real file between two processes and check it."),
+    "serve": ("files.serve:command", "Receive files that `crossrail push` sends."),
+    "push": ("files.push:command", "Push a file to a `crossrail serve`."),
     "bench": ("bench.command:command", "Measure the engine against the limits of this machine."),
     "sim": (
-        "sim:command",
+        "sim.command:command",
         "Run whole systems on simulated NICs, with faults; every run can be replayed from its seed.",
     ),
     "doctor": ("doctor:command", "Find what would make transfers slow, impossible or unsafe here."),

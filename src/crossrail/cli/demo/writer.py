@@ -10,7 +10,7 @@ from typing import Any
 import crossrail as xr
 from crossrail import _core
 from crossrail.cli.child import answer_calls
-from crossrail.cli.demo_plan import Segment, shuffled_pages, tail_places
+from crossrail.cli.demo.plan import Segment, shuffled_pages, tail_places
 from crossrail.cli.source import SourceFile
 
 # Pages of one submit: enough to amortise the call, few enough that the receiver sees the count grow.

@@ -1,6 +1,6 @@
 """`crossrail demo`: two processes, a page pool, a real file, a count, a checksum.
 
-This process registers a pool of pages and receives. A second one (demo_writer.py) reads the file and writes it into the
+This process registers a pool of pages and receives. A second one (writer.py) reads the file and writes it into the
 pool as shuffled pages over several rails, each page with the same immediate. This process knows that everything has
 arrived when it has counted as many arrivals as there are pages; there is no other message. Then it reads the pages in
 file order and compares SHA-256 sums.
@@ -26,7 +26,7 @@ import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli.child import Child
 from crossrail.cli.console import bytes_progress, open_console
-from crossrail.cli.demo_plan import Segment, split_file
+from crossrail.cli.demo.plan import Segment, split_file
 from crossrail.cli.memory import check_memory
 from crossrail.cli.option_types import IntRange, size
 from crossrail.cli.source import SourceFile, default_file
@@ -247,7 +247,7 @@ def _run(plan: Plan, console: Console) -> bool:
     receiver = Receiver(plan, pool_bytes)
     with (
         receiver.engine,
-        Child("crossrail.cli.demo_writer", "the writing process") as writer,
+        Child("crossrail.cli.demo.writer", "the writing process") as writer,
         bytes_progress(console) as progress,
     ):
         writer.call(

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from crossrail.cli.console import count_progress, in_one_piece, open_console, text_column
 from crossrail.cli.json_output import is_alone, write_json
-from crossrail.cli.sim_players import Task, play_each, play_one
+from crossrail.cli.sim.players import Task, play_each, play_one
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, format_count, naming, said_of
 from crossrail.errors import CrossrailError, UsageError

@@ -1,4 +1,4 @@
-"""The options of `crossrail sim`; what it does is in sim_runs.py, imported when it runs."""
+"""The options of `crossrail sim`; what it does is in runs.py, imported when it runs."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def command(**options: Any) -> None:
 
     Exit code: 0 all checks passed, 1 some failed (the command that replays the run is printed), 2 wrong usage.
     """
-    body("sim", "crossrail.cli.sim_runs", "run")(**options)
+    body("sim", "crossrail.cli.sim.runs", "run")(**options)

@@ -1,0 +1,1 @@
+"""`crossrail demo`: a real file moved between two processes and checked."""

@@ -1,0 +1,1 @@
+"""`crossrail sim`: whole systems on simulated NICs, with faults."""
