@@ -12,6 +12,7 @@ void register_descriptor(nanobind::module_& module);
 void register_notifier(nanobind::module_& module);
 void register_transfer(nanobind::module_& module);
 void register_region(nanobind::module_& module);
+void register_dlpack(nanobind::module_& module);
 void register_count_flag(nanobind::module_& module);
 void register_imm_counter(nanobind::module_& module);
 void register_recv_pool(nanobind::module_& module);

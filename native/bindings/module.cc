@@ -17,6 +17,7 @@ NB_MODULE(_core_of_main, module) {
   register_notifier(module);
   register_transfer(module);
   register_region(module);
+  register_dlpack(module);
   register_imm_counter(module);
   register_count_flag(module);
   register_recv_pool(module);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,8 +24,9 @@ _WRAPS = "register what it wraps (DTensor.to_local(), for example)"
 _CUDA_ARRAY = "buffer.__cuda_array_interface__"
 _T = TypeVar("_T")
 
-# Of dlpack.h: kDLCPU, kDLCUDA, kDLCUDAHost.
+# Of dlpack.h: kDLCPU, kDLCUDA, kDLCUDAHost; and its flags.
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_PINNED = 1, 2, 3
+_DLPACK_READ_ONLY, _DLPACK_IS_COPY = 1, 2
 
 
 class Memory(NamedTuple):
@@ -53,19 +54,20 @@ def memory_of(buffer: Any) -> Memory:
         return _of_pair(buffer)
     if (interface := _cuda_array_interface(buffer)) is not None:
         return _of_cuda_array(buffer, interface)
-    _refuse_other_devices(buffer)
+    device = _dlpack_device(buffer)
+    if device == _DLPACK_CUDA:
+        return _of_dlpack(buffer)
     try:
         view = memoryview(buffer)
-    except (BufferError, ValueError) as error:  # closed or released
-        raise UsageError(f"buffer, of type {type(buffer).__name__}, gives no view of its memory: {error}") from None
-    except TypeError:
-        array = as_numpy(buffer)
-        if array is None:
+    except (BufferError, ValueError, TypeError) as error:  # closed or released, of a type that Python lacks, no buffer
+        if device is not None:
+            return _of_dlpack(buffer)
+        if isinstance(error, TypeError):
             raise UsageError(
                 "buffer must be a numpy array, torch tensor, (address, nbytes) pair, or export the buffer protocol "
                 f"or DLPack, not {type(buffer).__name__}"
             ) from None
-        return _of_numpy(array)._replace(owner=(buffer, array))
+        raise UsageError(f"buffer, of type {type(buffer).__name__}, gives no view of its memory: {error}") from None
     if "O" in view.format:
         raise UsageError(f"buffer of format {view.format!r} holds Python objects, not their bytes")
     if not view.c_contiguous:
@@ -88,9 +90,11 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         return view
     if _cuda_array_interface(array) is not None:
         raise TransportError("numpy view", 0, f"{type(array).__name__} is in GPU memory", _ON_A_GPU)
-    _refuse_other_devices(array)
-    if not hasattr(array, "__dlpack__"):
+    device = _dlpack_device(array)
+    if device is None:
         return None
+    if device == _DLPACK_CUDA:
+        raise TransportError("numpy view", 0, f"{type(array).__name__} is in GPU memory", _ON_A_GPU)
     try:
         return np.from_dlpack(array)
     except Exception as error:  # the object's own code may raise anything
@@ -192,8 +196,7 @@ def _of_cuda_array(array: object, interface: Any) -> Memory:
         strides = _field(interface, "strides", _numbers, "None or a tuple of whole numbers")
     if interface.get("mask") is not None:
         raise UsageError(f"{_CUDA_ARRAY} has a mask: register the arrays of data and mask by themselves")
-    dense = tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if strides is not None and strides != dense:
+    if not _is_dense(shape, strides, dtype.itemsize):
         raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {strides}")
     nbytes = dtype.itemsize * math.prod(shape)
     if address + nbytes > 2**64:
@@ -240,19 +243,54 @@ def _cuda_array_interface(buffer: object) -> Any:
         raise UsageError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _refuse_other_devices(buffer: object) -> None:
+def _of_dlpack(array: Any) -> Memory:
+    """Memory of any type of elements, such as the bfloat16 of JAX, which neither Python's buffers nor numpy know."""
+    name = type(array).__name__
+    try:
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0))
+        except TypeError:  # written before there were versions
+            capsule = array.__dlpack__()
+        address, device, bits, shape, strides, flags = _core._dlpack_tensor(capsule)
+    except Exception as error:  # the object's own code may raise anything
+        raise UsageError(f"{name} gives no view of its memory through DLPack: {error}") from None
+    if flags & _DLPACK_IS_COPY:
+        raise UsageError(f"{name} gives a copy of its memory through DLPack: register what it copies")
+    if bits % 8:
+        raise UsageError(f"{name} has elements of {bits} bits: register a view of its bytes")
+    if not _is_dense(shape, strides, 1):
+        raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {strides}, in elements")
+    nbytes = bits // 8 * math.prod(shape)
+    if min(shape, default=0) < 0 or address + nbytes > 2**64:
+        raise UsageError(f"{name} gives no range of memory through DLPack: shape {shape} at {address:#x}")
+    # The capsule frees the tensor when it is dropped.
+    return Memory(address, nbytes, not flags & _DLPACK_READ_ONLY, (array, capsule), device == _DLPACK_CUDA)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
+    """Whether the elements follow each other in row-major order. strides: in units of which an element has `itemsize`;
+    None: they do. Those of axes of length 1 tell nothing.
+    """
+    if strides is None:
+        return True
+    dense = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return len(strides) == len(shape) and (
+        0 in shape or all(n == 1 or given == step for n, given, step in zip(shape, strides, dense, strict=True))
+    )
+
+
+def _dlpack_device(buffer: object) -> int | None:
+    """The type of the device that DLPack says it is on: the host's or CUDA's. None: it does not speak DLPack. Raises
+    TransportError for other devices.
+    """
     if not hasattr(buffer, "__dlpack_device__"):
-        return
+        return None
     try:
         kind, number = map(operator.index, buffer.__dlpack_device__())
     except Exception as error:  # the property's own code may raise anything
         raise UsageError(
             f"{type(buffer).__name__}.__dlpack_device__() must return (type, number) of a device: {error}"
         ) from error
-    if kind == _DLPACK_CUDA:  # from Python, DLPack alone does not give the address
-        name = type(buffer).__name__
-        raise TransportError(
-            "register", 0, f"{name} is on a GPU and has no __cuda_array_interface__", "torch.from_dlpack() makes one"
-        )
-    if kind not in (_DLPACK_CPU, _DLPACK_PINNED):
+    if kind not in (_DLPACK_CPU, _DLPACK_PINNED, _DLPACK_CUDA):
         raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {(kind, number)}", _NOT_MOVED)
+    return kind
