@@ -56,6 +56,31 @@ def test_idle_engine_sleeps(engine: xr.Engine) -> None:
     assert rounds_in(0.3) < 1000  # a spinning one makes millions
 
 
+def test_writer_is_not_woken_when_the_target_has_counted(open_engine: EngineFactory) -> None:
+    """A write into mapped memory is over at once: there is nothing that its engine would wait for."""
+    a, b = open_engine("a", transport="shm", spin_us=0.0), open_engine("b", transport="shm", spin_us=0.0)
+    src, dst = a.alloc(100), b.alloc(100)
+    counter = b.imm_counter(1)
+    a.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+    counter.wait(1, WAIT_S)
+    eventually(lambda: sleeps_on(a), "the worker sleeps")
+
+    before = a.stats()["worker_sleeps"]
+    for _ in range(60):
+        a.submit_write(src, dst.descriptor, imm=1)
+        counter.wait(1, WAIT_S)
+        threading.Event().wait(0.005)
+
+    assert a.stats()["worker_sleeps"] - before < 5
+
+
+def sleeps_on(engine: xr.Engine) -> bool:
+    """Whether the worker has nothing to look after, and so sleeps until it is woken."""
+    before = engine.stats()["worker_sleeps"]
+    threading.Event().wait(0.1)
+    return engine.stats()["worker_sleeps"] == before
+
+
 def test_manual_engine_moves_only_when_driven(open_engine: EngineFactory) -> None:
     a, b = open_engine("a", polling="manual"), open_engine("b", polling="manual")
     src, dst = a.alloc(1000), b.alloc(1000)

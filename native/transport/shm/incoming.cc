@@ -27,7 +27,7 @@ uint32_t ShmTransport::poll_incoming(Incoming& link) {
   for (ChannelReader& reader : link.rails) {
     if (reader.has_entry()) moved += drain_rail(link, reader);
   }
-  if (moved > 0) ring_later(*link.home);
+  if (moved > 0) ring_later(*link.home, kForAnswers);
   return moved;
 }
 

@@ -15,7 +15,7 @@ namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;       // "XRRS"
 inline constexpr uint32_t kOpenRegionsMagic = 0x4f525258;  // "XRRO"
-inline constexpr uint32_t kLayoutVersion = 7;
+inline constexpr uint32_t kLayoutVersion = 8;
 inline constexpr size_t kLine = 64;
 inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id has this bit
 
@@ -23,7 +23,14 @@ inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id has this bit
 
 // Whether the engine's progress holder sleeps on an eventfd, which peers receive together with the segment (PeerHome).
 struct alignas(kLine) Bell {
-  std::atomic<uint32_t> armed;  // 1: nobody polls; whoever has news and changes it to 0 must ring
+  std::atomic<uint32_t> armed;  // a Call; other than kNone, whoever is called for and changes it to kNone must ring
+};
+
+// What a sleeping engine is to be woken for. Each includes those before it.
+enum Call : uint32_t {
+  kNone = 0,  // it polls
+  kForWork = 1,
+  kForAnswers = 2,  // peers have taken or answered what it sent: it waits for that. Else each write would wake it twice
 };
 
 struct HomeSegment {

@@ -192,7 +192,7 @@ void ShmTransport::flush_imms(Outgoing& link, RailQueue& rail) {
   if (rail.inflight) rail.inflight[rail.writer.position() % kRingEntries].staged = false;
   rail.writer.publish(entry);
   rail.open_imm_count = 0;
-  ring_later(*link.home);
+  ring_later(*link.home, kForWork);
 }
 
 // --- posting ---
@@ -219,7 +219,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
     }
     flush_imms(link, rail);
     if (pending_before == 0 && !rail.pending.empty() && !gpu_copies_wait_ && push_pending(link, rail) > 0)
-      ring_later(*link.home);
+      ring_later(*link.home, kForWork);
   }
   return accepted;
 }
@@ -348,7 +348,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
     if (link.outstanding++ == 0) link.moved_ns = now_ns();
     ++accepted;
   }
-  if (accepted > 0) ring_later(*link.home);
+  if (accepted > 0) ring_later(*link.home, kForWork);
   return accepted;
 }
 

@@ -248,7 +248,9 @@ void ShmTransport::arm() {
   clear_hazards();
   // seq_cst: pairs with the fence in ring_all() and wake(): either they see us armed, or we see their news in
   // has_arrivals.
-  home_->bell.armed.store(1, std::memory_order_seq_cst);
+  const bool awaits = std::any_of(outgoing_.begin(), outgoing_.end(),
+                                  [](const auto& link) { return link->up && link->awaits_target(); });
+  home_->bell.armed.store(awaits ? kForAnswers : kForWork, std::memory_order_seq_cst);
   ring_all();
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
@@ -261,34 +263,36 @@ bool ShmTransport::hush(bool /*looks_at_once*/) {
 
 void ShmTransport::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see arm()
-  ring(*home_, bell_);
+  ring(*home_, bell_, kForWork);
 }
 
 // Wakes the progress holder of `home`'s engine if it sleeps. The news itself was stored before a full fence.
-void ShmTransport::ring(HomeSegment& home, const WakeEvent& bell) {
+void ShmTransport::ring(HomeSegment& home, const WakeEvent& bell, Call call) {
   // The exchange lets a single ringer pay for the system call; the sleeper re-arms before it sleeps again.
-  if (home.bell.armed.load(std::memory_order_relaxed) != 0 &&
-      home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
+  if (home.bell.armed.load(std::memory_order_relaxed) >= call &&
+      home.bell.armed.exchange(kNone, std::memory_order_acq_rel) != kNone) {
     bell.ring();
   }
 }
 
 // There is news for this peer. A full fence after each item would wait for its cache lines to arrive; a single one for
 // all, at the next poll or arm, does not. A peer that is seen to be asleep already is woken at once.
-void ShmTransport::ring_later(PeerHome& home) {
-  if (home.segment->bell.armed.load(std::memory_order_relaxed) != 0) {
+// A home is called for one reason alone: that of an incoming link for answers, that of an outgoing one for work.
+void ShmTransport::ring_later(PeerHome& home, Call call) {
+  if (home.segment->bell.armed.load(std::memory_order_relaxed) >= call) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    ring(*home.segment, home.bell);
+    ring(*home.segment, home.bell, call);
   }
-  if (!unrung_.empty() && unrung_.back() == &home) return;
-  if (std::find(unrung_.begin(), unrung_.end(), &home) == unrung_.end()) unrung_.push_back(&home);
+  const auto is_this = [&](const Unrung& each) { return each.home == &home; };
+  if (!unrung_.empty() && is_this(unrung_.back())) return;
+  if (std::none_of(unrung_.begin(), unrung_.end(), is_this)) unrung_.push_back({&home, call});
 }
 
 void ShmTransport::ring_all() {
   if (unrung_.empty()) return;
   // seq_cst: pairs with the one in arm(): either we see the peer armed here, or it sees our news there.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (PeerHome* home : unrung_) ring(*home->segment, home->bell);
+  for (const auto& [home, call] : unrung_) ring(*home->segment, home->bell, call);
   unrung_.clear();
 }
 

@@ -58,9 +58,10 @@ class ShmTransport final : public Transport {
   }
   // Checks first: peers read this line at every ring, and a needless store would take it from them.
   void disarm() override {
-    if (home_->bell.armed.load(std::memory_order_relaxed) != 0) home_->bell.armed.store(0, std::memory_order_relaxed);
+    if (home_->bell.armed.load(std::memory_order_relaxed) != kNone)
+      home_->bell.armed.store(kNone, std::memory_order_relaxed);
   }
-  bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != 0; }
+  bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != kNone; }
   bool has_arrivals() override;
   int wake_fd() const override { return bell_.fd(); }
   bool hush(bool looks_at_once) override;
@@ -146,8 +147,8 @@ class ShmTransport final : public Transport {
   uint32_t handle_control();
   void handle_outgoing(Outgoing& link, ControlEvent event);
   Outgoing* find_outgoing(uint64_t id);
-  static void ring(HomeSegment& home, const WakeEvent& bell);
-  void ring_later(PeerHome& home);
+  static void ring(HomeSegment& home, const WakeEvent& bell, Call call);
+  void ring_later(PeerHome& home, Call call);
   void ring_all();
 
   Sink* const sink_;
@@ -166,7 +167,11 @@ class ShmTransport final : public Transport {
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
   uint32_t hazard_polls_ = 0;      // and the number of polls since it was set
-  std::vector<PeerHome*> unrung_;  // peers that have news since the last ring_all()
+  struct Unrung {
+    PeerHome* home;
+    Call call;
+  };
+  std::vector<Unrung> unrung_;  // peers that have news since the last ring_all()
   device::Copier copier_;
   bool gpu_copies_wait_ = false;  // for the next poll(), which is to come soon
   bool streamed_ = false;         // there were streaming stores since the last copy_fence()

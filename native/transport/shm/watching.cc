@@ -75,7 +75,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   time_staging(link, since, now);
   if (!is_staging) link.staging_ns = 0;
   if (moved + pushed > 0) {
-    ring_later(*link.home);
+    ring_later(*link.home, kForWork);
     link.moved_ns = now;
   } else if (link.awaits_progress()) {
     check_liveness(link, now);
