@@ -181,6 +181,8 @@ async def test_request_whose_decoder_died_has_its_old_place(town: Town) -> None:
     await until(lambda: town.started == ["r0"], "the first has started")
     (member,) = town.router.roster.members("decoder")
     town.router.roster.remove(member, "it died")  # type: ignore[attr-defined]
+    # Before that it has no place, and another decoder goes to those that wait.
+    await until(lambda: "r0" in town.router._waiting._by_name, "it waits again")
     town.add("d1", 1)
     for name in ("r0", "r1", "r2"):
         await until(lambda name=name: name in town.where and town.where[name][0] == b"d1", "it is the next")
